@@ -1,0 +1,72 @@
+"""Argument checks shared by the native ops. Every message says what was wrong, what was expected, and what to do."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from fusions.ops.native import Behaviour
+
+# The parameters that end every native kernel's list, in every behaviour.
+PDL_FIELDS: list[tuple[str, Any]] = [("delay_ns", ctypes.c_uint64), ("flag", ctypes.c_int), ("stamps", ctypes.c_void_p)]
+
+
+def check_rows(op: str, name: str, tensor: torch.Tensor, dims: int = 2) -> None:
+    """A BF16 tensor of `dims` dimensions whose last one has stride 1."""
+    if tensor.dtype is not torch.bfloat16:
+        raise ValueError(f"{op}: {name} is {tensor.dtype}, expected torch.bfloat16; convert it with {name}.bfloat16()")
+    if tensor.dim() != dims:
+        raise ValueError(
+            f"{op}: {name} has {tensor.dim()} dimensions {tuple(tensor.shape)}, expected {dims}; reshape it"
+        )
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{op}: the last dimension of {name} has stride {tensor.stride(-1)}, expected 1; call {name}.contiguous()"
+        )
+
+
+def check_shape(op: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], why: str) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {shape} ({why})")
+
+
+def check_out(op: str, out: torch.Tensor, rows: int, columns: int) -> None:
+    """A BF16 [rows, columns] result whose rows do not overlap."""
+    check_rows(op, "out", out)
+    check_shape(op, "out", out, (rows, columns), "rows of x by columns of the result")
+    if rows > 1 and out.stride(0) < columns:
+        raise ValueError(
+            f"{op}: rows of out overlap (row stride {out.stride(0)}, {columns} columns); pass a tensor with separate rows"
+        )
+
+
+def check_devices(op: str, x: torch.Tensor, others: dict[str, torch.Tensor | None]) -> int:
+    """All on x's CUDA device, whose index is returned."""
+    if not x.is_cuda:
+        raise ValueError(f"{op}: x is on {x.device}, expected a CUDA device; move it with x.cuda()")
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{op}: {name} is on {tensor.device} and x on {x.device}; move {name} to {x.device}")
+    return x.get_device()
+
+
+def check_pdl(op: str, behaviour: Behaviour, delay_ns: int, stamps: torch.Tensor | None) -> None:
+    """`delay_ns` in range; `stamps` a 4-element 64-bit buffer, present where the behaviour writes it."""
+    if not 0 <= delay_ns < 1 << 63:
+        raise ValueError(f"{op}: delay_ns={delay_ns}, expected 0 or more nanoseconds")
+    if stamps is None:
+        if behaviour.stamps:
+            raise ValueError(
+                f"{op}: the behaviour has stamps=True; pass stamps, four 64-bit integers set to [max, max, 0, 0]"
+            )
+    elif stamps.dtype not in (torch.int64, torch.uint64) or stamps.numel() != 4 or not stamps.is_contiguous():
+        raise ValueError(
+            f"{op}: stamps is {stamps.dtype} {tuple(stamps.shape)}, expected four contiguous 64-bit integers"
+        )
+
+
+def current_stream(device: int) -> int:
+    """The raw handle of the caller's current stream on `device`."""
+    return int(torch.cuda.current_stream(device).cuda_stream)

@@ -1,0 +1,36 @@
+"""Is a chain of CUDA kernels ordered under Programmatic Dependent Launch, and could the test have told?
+
+::
+
+    from pdl_stress import Chain, op, stress
+
+Start with :class:`Chain`, :func:`op` (the contract of a kernel) and :func:`stress`; the command line is ``pdl-stress``.
+"""
+
+from ._version import __version__
+from .api import Verdict, stress
+from .chain import Buffer, Chain, DataEdge, Step
+from .contract import KernelContract, Trigger, Wait
+from .errors import DeviceError, PdlStressError, UnsupportedVariant, UsageError
+from .op import Op, op
+from .verdict import Outcome
+
+__all__ = [
+    "Buffer",
+    "Chain",
+    "DataEdge",
+    "DeviceError",
+    "KernelContract",
+    "Op",
+    "Outcome",
+    "PdlStressError",
+    "Step",
+    "Trigger",
+    "UnsupportedVariant",
+    "UsageError",
+    "Verdict",
+    "Wait",
+    "__version__",
+    "op",
+    "stress",
+]

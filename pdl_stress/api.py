@@ -1,0 +1,107 @@
+"""The Python face: one call, one verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from . import model
+from .campaign import DELAYS_US, Plan, run_on_gpu, run_on_model
+from .chain import Chain
+from .errors import DeviceError, UsageError
+from .report import render
+from .results import CaseResult
+from .verdict import Outcome
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What :func:`stress` found. ``print(verdict)`` shows tables."""
+
+    case: CaseResult
+
+    @property
+    def outcome(self) -> Outcome:
+        return self.case.verdict
+
+    def __str__(self) -> str:
+        return render(self.case)
+
+
+def choose_machine(wanted: str) -> str:
+    """``auto``, ``cuda`` or ``model`` to ``cuda`` or ``model``.
+
+    ``auto`` takes the model only if no NVIDIA device is present.
+
+    Raises:
+        UsageError: another word.
+        DeviceError: ``cuda`` without a device, or a device that cannot be used.
+    """
+    if wanted not in ("auto", "cuda", "model"):
+        raise UsageError(f"unknown machine {wanted!r}; expected auto, cuda or model.")
+    if wanted == "model":
+        return "model"
+    from .cuda.device import Presence, presence
+
+    sighting = presence()
+    if sighting.presence is Presence.USABLE:
+        return "cuda"
+    if sighting.presence is Presence.NONE and wanted == "auto":
+        return "model"
+    raise DeviceError(f"the GPU cannot be used: {sighting.reason}. `pdl-stress doctor` shows details.")
+
+
+def stress(
+    chain: Chain | Callable[[], Chain],
+    *,
+    machine: str = "auto",
+    replays: int = 20_000,
+    seed: int = 0,
+    rules: str = "documented",
+    controls: tuple[str, ...] | None = None,
+    delays_us: tuple[float, ...] = DELAYS_US,
+    time_limit: float = 60.0,
+) -> Verdict:
+    """Stresses one chain, in this process if it is a :class:`Chain`.
+
+    Give a module-level function that builds the chain, and all of it runs in a child process that a crash or a hang of
+    a kernel cannot outlive.
+
+    Args:
+        machine: ``auto``, ``cuda`` or ``model``, as :func:`choose_machine`.
+        replays: graded replays of each clean arm.
+        rules: rule set of the model.
+        controls: ids of faults; ``None``: all. Without controls no PASS is possible.
+        delays_us: windows between trigger and stores, microseconds.
+        time_limit: seconds after which a run of one captured graph counts as hung.
+
+    Raises:
+        UsageError, DeviceError: before anything ran. Failures of a job are part of the verdict (ERROR).
+    """
+    if replays < 1:
+        raise UsageError(f"replays is {replays}; expected at least 1.")
+    if rules not in model.RULE_SETS:
+        raise UsageError(f"unknown rule set {rules!r}; expected one of {', '.join(model.RULE_SETS)}.")
+    built = chain if isinstance(chain, Chain) else chain()
+    built.check()
+    plan = Plan(replays=replays, seed=seed, rules=model.RULE_SETS[rules], faults=controls, delays_us=delays_us)
+    if choose_machine(machine) == "model":
+        return Verdict(run_on_model([built], plan)[0])
+    if isinstance(chain, Chain):
+        from .cuda.executor import Executor
+
+        return Verdict(run_on_gpu([built], plan, Executor(lambda name: built, seed=seed, time_limit=time_limit))[0])
+    from .cuda.worker import Worker
+
+    with Worker(_Loader(chain), seed=seed, time_limit=time_limit) as worker:
+        return Verdict(run_on_gpu([built], plan, worker)[0])
+
+
+@dataclass(frozen=True)
+class _Loader:
+    """Gives a child process its chain, whatever name it asks for."""
+
+    build: Callable[[], Chain]
+
+    def __call__(self, name: str) -> Chain:
+        return self.build()

@@ -1,0 +1,355 @@
+"""Chain, Step, Buffer: what runs, in what order, on which memory.
+
+A chain is a list of steps on one stream. It is a description: building one touches neither torch's GPU side nor a
+driver, so the model can judge it anywhere. ``chain.input`` makes a buffer that a *source* step writes: a small kernel
+that triggers at once and then writes the true data (an early-release producer), so that the first step's wait is under
+test as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+from .contract import KernelContract, Trigger, Wait
+from .errors import UsageError
+from .op import Op
+
+Box = tuple[tuple[int, int], ...]
+"""Half-open index ranges, one per dimension."""
+
+PRODUCER = "producer"
+"""Name of the source step that writes the chain's inputs."""
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\Z")
+
+
+class Role(StrEnum):
+    """Who gives a buffer its content."""
+
+    INPUT = "input"
+    """New in every replay, written by the chain's producer."""
+    CONSTANT = "constant"
+    """Weights and the like: written before the chain runs."""
+    INTERMEDIATE = "intermediate"
+    """Written by a step. Never read by a later one: an output. Either way it is graded."""
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """One allocation of a chain.
+
+    Args:
+        name, shape, dtype: dtype is the torch name, such as ``"bfloat16"``.
+        make: constants only: ``make(generator, device) -> Tensor`` of this shape and dtype, called once per weight set;
+            or a tensor to use as it is (then there is one set only).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: Role
+    make: Any = None
+
+    def __getitem__(self, index: slice | int | tuple[slice | int, ...]) -> View:
+        """A part of the buffer: unit-step slices, such as ``qkv[:, :1280]``."""
+        items = index if isinstance(index, tuple) else (index,)
+        if len(items) > len(self.shape):
+            raise UsageError(f"buffer {self.name!r}: {len(items)} indices for {len(self.shape)} dimensions.")
+        box: list[tuple[int, int]] = []
+        for item, size in zip((*items, *[slice(None)] * (len(self.shape) - len(items))), self.shape, strict=True):
+            if not isinstance(item, slice) or item.step not in (None, 1):
+                raise UsageError(f"buffer {self.name!r}: index {item!r}; expected slices with step 1.")
+            start, stop, _ = item.indices(size)
+            if start >= stop:
+                raise UsageError(f"buffer {self.name!r}: the slice {item!r} of a dimension of {size} is empty.")
+            box.append((start, stop))
+        return View(self, tuple(box))
+
+    @property
+    def whole(self) -> View:
+        return View(self, tuple((0, size) for size in self.shape))
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """A rectangular part of a buffer."""
+
+    buffer: Buffer
+    box: Box
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.box)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, stop) for start, stop in self.box)
+
+    def overlaps(self, other: View) -> bool:
+        """True if both views share memory."""
+        return self.buffer is other.buffer and boxes_overlap(self.box, other.box)
+
+    def __str__(self) -> str:
+        if self.shape == self.buffer.shape:
+            return self.buffer.name
+        parts = (
+            ":" if (start, stop) == (0, size) else f"{start}:{stop}"
+            for (start, stop), size in zip(self.box, self.buffer.shape, strict=True)
+        )
+        return f"{self.buffer.name}[{', '.join(parts)}]"
+
+
+def boxes_overlap(a: Box, b: Box) -> bool:
+    """True if the boxes share an element."""
+    return all(s1 < e2 and s2 < e1 for (s1, e1), (s2, e2) in zip(a, b, strict=True))
+
+
+def box_within(inner: Box, outer: Box) -> bool:
+    """True if every element of ``inner`` lies in ``outer``."""
+    return all(s2 <= s1 and e1 <= e2 for (s1, e1), (s2, e2) in zip(inner, outer, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One launch of an op.
+
+    Args:
+        operands: views under the contract's operand names.
+        params: further keyword arguments of the op, such as ``eps``.
+        pdl: whether it is launched with the PDL attribute.
+        delay_us: microseconds that its storing threads pass between trigger and stores; ``None``: no delay point
+            compiled in (as deployed).
+        source: True for a step that writes true data which the harness holds (producer, late weights).
+    """
+
+    name: str
+    op: Op
+    operands: Mapping[str, View]
+    params: Mapping[str, Any] = field(default_factory=dict)
+    pdl: bool = True
+    delay_us: float | None = None
+    source: bool = False
+
+    @property
+    def contract(self) -> KernelContract:
+        return self.op.contract
+
+    def reads(self) -> Iterator[tuple[str, View]]:
+        return ((name, self.operands[name]) for name in self.contract.reads)
+
+    def writes(self) -> Iterator[tuple[str, View]]:
+        return ((name, self.operands[name]) for name in self.contract.writes)
+
+    @property
+    def ctas(self) -> int:
+        return self.op.ctas({name: view.shape for name, view in self.operands.items()})
+
+
+@dataclass(frozen=True)
+class DataEdge:
+    """A dependency through memory: ``reader`` reads what ``writer`` wrote. ``between`` lists the steps in between."""
+
+    writer: str
+    reader: str
+    buffer: str
+    operand: str
+    between: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        skips = f" (skips {', '.join(self.between)})" if self.between else ""
+        return f"{self.writer} -> {self.reader} through {self.buffer}{skips}"
+
+
+SOURCE_CONTRACT = KernelContract(writes=("out",), wait=Wait.ALL, trigger=Trigger.ENTRY)
+
+
+def _not_launched_here(**_: Any) -> None:
+    raise NotImplementedError("a source step is launched by the harness, which holds the true data")
+
+
+def source_step(name: str, views: Mapping[str, View]) -> Step:
+    """An early-release producer of ``views``: triggers at entry, waits, delays, writes the true data."""
+    contract = SOURCE_CONTRACT.but(writes=tuple(views))
+    source = Op(
+        "early-release source",
+        contract,
+        _not_launched_here,
+        contract,
+        waits=frozenset({Wait.ALL}),
+        kernels=("pdl_stress_source",),
+    )
+    return Step(name, source, dict(views), source=True)
+
+
+class Chain:
+    """A named sequence of steps over named buffers.
+
+    Example::
+
+        chain = Chain("norm-gemm")
+        hidden = chain.input("hidden", (1, 5120), "bfloat16")
+        gain = chain.constant("gain", (5120,), "bfloat16")
+        x = chain.buffer("x", (1, 5120), "bfloat16")
+        chain.step("norm", my_norm, input=hidden, weight=gain, out=x)
+    """
+
+    def __init__(self, name: str, title: str = "") -> None:
+        _check_name("chain", name)
+        self.name = name
+        self.title = title
+        self.buffers: dict[str, Buffer] = {}
+        self._steps: list[Step] = []
+
+    # -- building ----------------------------------------------------------------------------------------------------
+
+    def input(self, name: str, shape: tuple[int, ...], dtype: Any) -> Buffer:
+        """A buffer whose content is new in every replay."""
+        return self._add(name, shape, dtype, Role.INPUT)
+
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: Any) -> Buffer:
+        """A buffer that a step of the chain writes. It is poisoned before each replay and graded after it."""
+        return self._add(name, shape, dtype, Role.INTERMEDIATE)
+
+    def constant(self, name: str, shape: tuple[int, ...], dtype: Any, make: Callable[..., Any] | Any = None) -> Buffer:
+        """A buffer written before the chain runs. ``make``: see :class:`Buffer`; default: normal, unit scale."""
+        return self._add(name, shape, dtype, Role.CONSTANT, make)
+
+    def step(
+        self, name: str, op: Op, *, pdl: bool = True, params: Mapping[str, Any] | None = None, **operands: Any
+    ) -> Step:
+        """Appends a launch of ``op``; operands are buffers or views of this chain, under the contract's names.
+
+        Raises:
+            UsageError: missing or unknown operands, a foreign buffer, a read of a buffer that nothing has written, or a
+                write to an input or a constant.
+        """
+        _check_name("step", name)
+        if not isinstance(op, Op):
+            raise UsageError(f"step {name!r}: {op!r} is no op; declare its contract with pdl_stress.op(...) first.")
+        if name == PRODUCER or any(name == s.name for s in self._steps):
+            raise UsageError(f"step {name!r}: the name is taken; step names of a chain are unique.")
+        if set(operands) != set(op.contract.operands):
+            raise UsageError(
+                f"step {name!r}: operands {sorted(operands)} given; "
+                f"the contract of {op.name} names {sorted(op.contract.operands)}."
+            )
+        views = {key: value.whole if isinstance(value, Buffer) else value for key, value in operands.items()}
+        for key, view in views.items():
+            if not isinstance(view, View) or self.buffers.get(view.buffer.name) is not view.buffer:
+                raise UsageError(f"step {name!r}: operand {key!r} is no buffer or view of chain {self.name!r}.")
+        step = Step(name, op, views, dict(params or {}), pdl)
+        written = [view for earlier in self._steps for _, view in earlier.writes()]
+        for key, view in step.reads():
+            if view.buffer.role is Role.INTERMEDIATE and not any(view.overlaps(w) for w in written):
+                raise UsageError(f"step {name!r}: operand {key!r} reads {view}, which no earlier step has written.")
+        for key, view in step.writes():
+            if view.buffer.role is not Role.INTERMEDIATE:
+                raise UsageError(f"step {name!r}: operand {key!r} writes {view}, which is of role {view.buffer.role}.")
+        self._steps.append(step)
+        return step
+
+    def _add(self, name: str, shape: tuple[int, ...], dtype: Any, role: Role, make: Any = None) -> Buffer:
+        _check_name("buffer", name)
+        if name in self.buffers:
+            raise UsageError(f"buffer {name!r} exists already in chain {self.name!r}.")
+        shape = tuple(int(size) for size in shape)
+        if not shape or prod(shape) <= 0:
+            raise UsageError(f"buffer {name!r}: shape {shape}; expected at least one element.")
+        self.buffers[name] = Buffer(name, shape, str(dtype).removeprefix("torch."), role, make)
+        return self.buffers[name]
+
+    # -- reading -----------------------------------------------------------------------------------------------------
+
+    @property
+    def inputs(self) -> list[Buffer]:
+        return [buffer for buffer in self.buffers.values() if buffer.role is Role.INPUT]
+
+    @property
+    def constants(self) -> list[Buffer]:
+        return [buffer for buffer in self.buffers.values() if buffer.role is Role.CONSTANT]
+
+    @property
+    def graded(self) -> list[Buffer]:
+        """Inputs, intermediates and outputs, in the order in which the chain fills them."""
+        return [buffer for buffer in self.buffers.values() if buffer.role is not Role.CONSTANT]
+
+    @property
+    def steps(self) -> list[Step]:
+        """All steps in stream order, the producer of the inputs first."""
+        if self._steps and self._steps[0].name == PRODUCER:
+            return list(self._steps)
+        producer = [source_step(PRODUCER, {b.name: b.whole for b in self.inputs})] if self.inputs else []
+        return [*producer, *self._steps]
+
+    def __getitem__(self, name: str) -> Step:
+        for step in self.steps:
+            if step.name == name:
+                return step
+        raise UsageError(f"chain {self.name!r} has no step {name!r}; its steps are {[s.name for s in self.steps]}.")
+
+    @property
+    def edges(self) -> list[tuple[str, str]]:
+        """Graph edges under test: each step with its successor in the stream."""
+        names = [step.name for step in self.steps]
+        return list(pairwise(names))
+
+    @property
+    def data_edges(self) -> list[DataEdge]:
+        """Every writer -> reader pair of the chain, in reader order."""
+        steps = self.steps
+        found: list[DataEdge] = []
+        for index, reader in enumerate(steps):
+            for operand, view in reader.reads():
+                for back in range(index - 1, -1, -1):
+                    writes = [w for _, w in steps[back].writes() if w.overlaps(view)]
+                    if writes:
+                        between = tuple(s.name for s in steps[back + 1 : index])
+                        found.append(DataEdge(steps[back].name, reader.name, view.buffer.name, operand, between))
+                    if any(box_within(view.box, w.box) for w in writes):
+                        break
+        return found
+
+    def check(self) -> None:
+        """Raises UsageError unless the chain can be run: it has an input, a step, and every buffer is used."""
+        if not self._steps or not self.inputs:
+            raise UsageError(f"chain {self.name!r}: it needs at least one input and one step.")
+        used = {view.buffer.name for step in self.steps for view in step.operands.values()}
+        if unused := set(self.buffers) - used:
+            raise UsageError(f"chain {self.name!r}: no step uses {sorted(unused)}.")
+
+    # -- derived chains ----------------------------------------------------------------------------------------------
+
+    def varied(self, changes: Mapping[str, Mapping[str, Any]], insert: tuple[str, Step] | None = None) -> Chain:
+        """The same chain over the same buffers with some steps changed.
+
+        Args:
+            changes: per step name: fields of its contract (``wait``, ``trigger``, ``fence``, ``independent``) and
+                ``delay_us``.
+            insert: ``(before, step)``: one more step, before the one named.
+
+        Raises:
+            UnsupportedVariant: an op cannot be rebuilt that way.
+            UsageError: no such step.
+        """
+        for name in changes:
+            _ = self[name]
+        other = Chain(self.name, self.title)
+        other.buffers = self.buffers
+        for step in self.steps:
+            if insert and insert[0] == step.name:
+                other._steps.append(insert[1])
+            fields = dict(changes.get(step.name, {}))
+            delay_us = fields.pop("delay_us", step.delay_us)
+            other._steps.append(replace(step, op=step.op.rebuilt(**fields), delay_us=delay_us))
+        return other
+
+
+def _check_name(what: str, name: str) -> None:
+    if not _NAME.match(str(name)):
+        raise UsageError(f"{what} name {name!r}: expected a letter, then letters, digits, '_', '-' or '.'.")

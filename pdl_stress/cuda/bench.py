@@ -1,0 +1,309 @@
+"""One chain on one GPU: captured with several replays a graph, run, counted.
+
+A graph is ``unroll`` replays. An ordinary replay is *source, steps, boundary*: the boundary kernel grades the replay
+that just ended and poisons memory for the next, so a replay costs one launch beside the chain's own. The boundary's
+edges are full on both sides. A *back-to-back* graph has no boundary between its replays: their edges are programmatic,
+outputs go to a ring, and everything is graded at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from ..chain import PRODUCER, Chain, Step
+from ..errors import DeviceError
+from . import graphs
+from .kernels import COUNTERS, NEVER, Harness
+from .memory import WORD, Memory, launch
+
+UNROLL = 16
+SYNC_EVERY = 128
+"""Graph launches between two host synchronizations: rare, since a harness that synchronizes often can be blind."""
+
+
+class TimeLimit(DeviceError):
+    """The GPU did not finish in the time allowed."""
+
+
+@dataclass
+class Captured:
+    """A captured chain. ``last`` maps (replay, step) to the step's last node; keep ``owner`` alive for its memory."""
+
+    owner: Any
+    raw: Any
+    chain: Chain
+    cold: bool
+    back_to_back: bool
+    last: dict[tuple[int, str], Any] = field(default_factory=dict)
+    boundaries: set[int] = field(default_factory=set)
+
+    def between(self, source: str, target: str) -> list[graphs.GraphEdge]:
+        """The graph edges from step ``source`` to its successor ``target``, one per replay."""
+        del target  # a step has one successor in the stream
+        handles = {int(node) for (_, step), node in self.last.items() if step == source}
+        return [e for e in graphs.edges(self.raw) if int(e.source) in handles and int(e.target) not in self.boundaries]
+
+    def serialize(self, edge: tuple[str, str] | None = None) -> int:
+        """Makes one graph edge (in every replay), or all of them, full. Returns how many changed."""
+        return graphs.make_full(self.raw, self.between(*edge) if edge else graphs.edges(self.raw))
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a run of a captured chain counted.
+
+    Args:
+        replays: graded replays, as the device counted them.
+        mismatches: replays with at least one differing bit.
+        agree: whether the device's counts of replays and of compared words equal the host's.
+        seconds: wall time, from the first launch to the last synchronization.
+        first_bad: number of the first bad replay, or ``None``.
+        snapshot: arena bytes of that replay (CPU tensor), or ``None``.
+    """
+
+    replays: int
+    mismatches: int
+    agree: bool
+    seconds: float
+    first_bad: int | None = None
+    snapshot: Any = None
+
+
+class Bench:
+    """Runs variants of one chain. Everything is on one non-default stream of the current device."""
+
+    def __init__(self, chain: Chain, *, seed: int = 0, unroll: int = UNROLL, time_limit: float = 60.0) -> None:
+        import torch
+
+        self.chain, self.unroll, self.time_limit = chain, unroll, time_limit
+        index = torch.cuda.current_device()
+        self.stream = torch.cuda.Stream()
+        self.handle: int = self.stream.cuda_stream
+        self.harness = Harness(self.stream, index)
+        self.memory = Memory(chain, self.stream, seed, unroll=unroll)
+        device = self.stream.device
+        self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
+        self.last_bad = torch.zeros(unroll, dtype=torch.int64, device=device)
+        self.snapshot = torch.zeros(self.memory.words * WORD, dtype=torch.uint8, device=device)
+        self.marks = torch.zeros(self.memory.words + 1, dtype=torch.int32, device=device)
+        self._late: dict[str, Any] = {}
+
+    # -- capture -----------------------------------------------------------------------------------------------------
+
+    def capture(self, chain: Chain, *, cold: bool = False, back_to_back: bool = False, stamps: Any = None) -> Captured:
+        """Captures ``unroll`` replays of ``chain`` (this bench's chain, or a variant of it).
+
+        Args:
+            cold: rotate weight sets so that weights come from memory, not from the L2.
+            back_to_back: see the module.
+            stamps: int64 CUDA tensor ``[unroll, steps, 4]`` to stamp into, or ``None``.
+        """
+        import torch
+
+        self.memory.reference(cold)
+        self._late = self._late_rows(chain)
+        with torch.cuda.stream(self.stream):
+            self._warm_up(chain, stamps)
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            graph.capture_begin(capture_error_mode="thread_local")
+            captured = Captured(graph, None, chain, cold, back_to_back)
+            try:
+                for replay in range(self.unroll):
+                    self._replay(captured, replay, stamps)
+                    if not back_to_back:
+                        self._boundary(captured)
+                if back_to_back:
+                    self._boundary_of_ring(captured)
+            finally:
+                graph.capture_end()
+        captured.raw = graph.raw_cuda_graph()
+        self._join(captured)
+        return captured
+
+    def _warm_up(self, chain: Chain, stamps: Any) -> None:
+        """Loads every kernel of the variant: modules must not be loaded while a stream is capturing."""
+        import torch
+
+        constants = self.memory.constants[0]
+        for index, step in enumerate(chain.steps):
+            row = None if stamps is None else stamps[0, index]
+            if step.source:
+                self._source(step, 0, row, pdl=False)
+            else:
+                launch(step, self.memory.operands(step, constants), pdl=False, stamps=row)
+        torch.cuda.synchronize()
+
+    def _replay(self, captured: Captured, replay: int, stamps: Any) -> None:
+        sets = self.memory.weight_sets(captured.cold)
+        slot = replay if captured.back_to_back else None
+        for index, step in enumerate(captured.chain.steps):
+            row = None if stamps is None else stamps[replay, index]
+            # Poison must be in place before the first step starts: its edge from the boundary is full.
+            pdl = step.pdl and (index > 0 or (captured.back_to_back and replay > 0))
+            if step.source:
+                self._source(step, replay if captured.back_to_back else 0, row, pdl=pdl, cold=captured.cold)
+            else:
+                launch(step, self.memory.operands(step, sets[replay % len(sets)], slot), pdl=pdl, stamps=row)
+            captured.last[replay, step.name] = graphs.current_node(self.handle)
+
+    def _source(self, step: Step, offset: int, stamps: Any, *, pdl: bool, cold: bool = False) -> None:
+        memory = self.memory
+        if step.name == PRODUCER:
+            truth, out, words = memory.reference(cold).data_ptr(), memory.arena.data_ptr(), memory.input_words
+            stride, pool = memory.words, memory.pool
+        else:
+            truth, out = self._late["truth"].data_ptr(), self._late["rows"].data_ptr()
+            words, stride, pool = self._late["words"], 0, 1
+        self.harness.source(
+            truth, out, words, stride=stride, pool=pool, counters=self.counters.data_ptr(), offset=offset,
+            trigger=step.contract.trigger, fence=step.contract.fence, delay_us=step.delay_us or 0.0,
+            stamps=0 if stamps is None else stamps.data_ptr(), pdl=pdl,
+        )  # fmt: skip
+
+    def _late_rows(self, chain: Chain) -> dict[str, Any]:
+        """The rows of a constant that a late source step writes, and a copy of their truth."""
+        for step in chain.steps:
+            if step.source and step.name != PRODUCER:
+                (view,) = (view for _, view in step.writes())
+                rows = self.memory.constants[0][view.buffer.name][view.slices]
+                size = rows.numel() * rows.element_size()
+                if not rows.is_contiguous() or size % WORD:
+                    raise DeviceError(f"late rows {view} are not contiguous whole words of {WORD} bytes.")
+                return {"rows": rows, "truth": rows.clone(), "words": size // WORD}
+        return {}
+
+    def _boundary(self, captured: Captured | None, *, cold: bool = False, grade: bool = True) -> None:
+        memory = self.memory
+        cold = captured.cold if captured else cold
+        late = self._late
+        self.harness.boundary(
+            memory.arena.data_ptr(), memory.words, count=1, first_row=0, advance=1,
+            extra=late["rows"].data_ptr() if late else 0, extra_words=late["words"] if late else 0,
+            grade=grade, reference=memory.reference(cold).data_ptr(), poison=memory.poison.data_ptr(),
+            snapshot=self.snapshot.data_ptr(), marks=self.marks.data_ptr(), **self._shared(),
+        )  # fmt: skip
+        if captured:
+            captured.boundaries.add(int(graphs.current_node(self.handle)))
+
+    def _boundary_of_ring(self, captured: Captured | None, *, cold: bool = False, grade: bool = True) -> None:
+        """Grades the outputs of every generation, then what the last one left in the shared buffers."""
+        memory = self.memory
+        cold = captured.cold if captured else cold
+        start = memory.output_start
+        for rows, offset, words, count, first_row, advance in (
+            (memory.ring, start, memory.words - start, self.unroll, 0, 0),
+            (memory.arena, 0, start, 1, self.unroll - 1, self.unroll),
+        ):
+            self.harness.boundary(
+                rows.data_ptr(), words, count=count, first_row=first_row, advance=advance, grade=grade,
+                reference=memory.reference(cold).data_ptr() + offset * WORD,
+                poison=memory.poison.data_ptr() + offset * WORD,
+                snapshot=self.snapshot.data_ptr() + offset * WORD,
+                marks=self.marks.data_ptr() + offset * self.marks.element_size(), **self._shared(),
+            )  # fmt: skip
+            if captured:
+                captured.boundaries.add(int(graphs.current_node(self.handle)))
+
+    def _shared(self) -> dict[str, Any]:
+        return {
+            "stride": self.memory.words,
+            "pool": self.memory.pool,
+            "counters": self.counters.data_ptr(),
+            "last_bad": self.last_bad.data_ptr(),
+        }
+
+    def _join(self, captured: Captured) -> None:
+        """Grading must come after every step, also behind one that never waits and so may complete first (R8)."""
+        steps = captured.chain.steps
+        joined = [
+            before.name for before, step in pairwise(steps) if step.pdl and not step.contract.wait.holds_completion
+        ]
+        if not joined:
+            return
+        final = {int(e.source): e.target for e in graphs.edges(captured.raw) if int(e.target) in captured.boundaries}
+        for replay in range(self.unroll):
+            boundary = final.get(int(captured.last[replay, steps[-1].name]))
+            for name in joined if boundary is not None else ():
+                graphs.add_full(captured.raw, captured.last[replay, name], boundary)
+
+    # -- run ---------------------------------------------------------------------------------------------------------
+
+    def run(self, captured: Captured, replays: int) -> Counts:
+        """Runs at least ``replays`` graded replays (whole graphs).
+
+        Raises:
+            TimeLimit: the GPU is not done after the time limit.
+            DeviceError: a CUDA error.
+        """
+        import torch
+
+        launches = -(-replays // self.unroll)
+        with torch.cuda.stream(self.stream), graphs.Executable(captured.raw) as executable:
+            self.prime(captured)
+            started = time.perf_counter()
+            for index in range(launches):
+                executable.launch(self.handle)
+                if index % SYNC_EVERY == SYNC_EVERY - 1:
+                    self.finish(started)
+            self.finish(started)
+            seconds = time.perf_counter() - started
+        return self._read(captured, launches, seconds)
+
+    def prime(self, captured: Captured) -> None:
+        """Resets all counters and poisons memory, as the boundary of a replay before the first would."""
+        import torch
+
+        self.counters.zero_()
+        self.counters[COUNTERS.index("first_bad")] = -1
+        self.last_bad.fill_(-1)
+        self.marks.zero_()
+        if captured.back_to_back:
+            self._boundary_of_ring(None, cold=captured.cold, grade=False)
+        self._boundary(None, cold=captured.cold, grade=False)
+        torch.cuda.synchronize()
+
+    def finish(self, started: float | None = None) -> None:
+        """Waits for the stream, without blocking in the driver for ever; the limit counts from ``started``."""
+        import torch
+
+        started = time.perf_counter() if started is None else started
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        while not event.query():
+            if time.perf_counter() - started > self.time_limit:
+                raise TimeLimit(f"the GPU did not finish within {self.time_limit:g} s: a hang, or too long a delay.")
+            time.sleep(0.0002)
+
+    def _read(self, captured: Captured, launches: int, seconds: float) -> Counts:
+        values = dict(zip(COUNTERS, (int(v) % 2**64 for v in self.counters.tolist()), strict=True))
+        host_replays = launches * self.unroll
+        start, words = self.memory.output_start, self.memory.words
+        per_launch = self.unroll * (words - start) + start if captured.back_to_back else self.unroll * words
+        agree = values["replay"] == host_replays and values["words"] == launches * per_launch and not values["ticket"]
+        first_bad = None if values["first_bad"] == NEVER else values["first_bad"]
+        if (first_bad is None) != (values["bad"] == 0):
+            agree = False
+        if self._late:
+            self._late["rows"].copy_(self._late["truth"])
+        snapshot = None if first_bad is None else self._snapshot(captured, first_bad)
+        return Counts(values["replay"], values["bad"], agree, seconds, first_bad, snapshot)
+
+    def _snapshot(self, captured: Captured, replay: int) -> Any:
+        """The arena of a bad replay: what differed as it was seen, all else from the reference."""
+        memory = self.memory
+        result = memory.reference(captured.cold)[replay % memory.pool].clone()
+        from .kernels import BLOCK
+
+        parts = [(0, memory.words)]
+        if captured.back_to_back:
+            parts = [(0, memory.output_start), (memory.output_start, memory.words)]
+        marks = self.marks.tolist()
+        for begin, end in parts:
+            for block, word in enumerate(range(begin, end, BLOCK)):
+                if marks[begin + block]:
+                    bytes_ = slice(word * WORD, min(word + BLOCK, end) * WORD)
+                    result[bytes_] = self.snapshot[bytes_]
+        return result.cpu()

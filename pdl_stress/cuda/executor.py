@@ -1,0 +1,133 @@
+"""Carries out jobs on the current GPU, one bench per chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+from ..chain import Chain
+from ..errors import PdlStressError
+from ..jobs import ArmAnswer, ArmJob, ControlAnswer, ControlJob, ExposureAnswer, ExposureJob, Job
+from ..results import ArmResult, ControlResult, EdgeResult
+from ..statistics import MIN_KILLS, upper_bound
+from . import exposure
+from .bench import Bench, Captured
+from .diagnose import diagnose
+
+
+class Executor:
+    """Runs jobs in this process.
+
+    Args:
+        load: gives the chain of a name.
+        seed: of inputs and weights.
+        time_limit: seconds after which a run of one captured graph counts as hung.
+    """
+
+    def __init__(self, load: Callable[[str], Chain], *, seed: int = 0, time_limit: float = 60.0) -> None:
+        self._load, self._seed, self._time_limit = load, seed, time_limit
+        self._bench: Bench | None = None
+        self._verified: dict[tuple[str, str], str] = {}
+
+    def execute(self, job: Job) -> ArmAnswer | ExposureAnswer | ControlAnswer:
+        """Carries out one job.
+
+        Raises:
+            PdlStressError: the chain, an op or the device failed.
+        """
+        bench = self._bench_of(job.chain)
+        if isinstance(job, ArmJob):
+            return self._arm(bench, job)
+        if isinstance(job, ExposureJob):
+            found = exposure.measure(bench, bench.chain.varied(job.changes))
+            return ExposureAnswer(found.overlap, found.exposed) if found else ExposureAnswer()
+        return self._control(bench, job)
+
+    def _bench_of(self, name: str) -> Bench:
+        if self._bench is None or self._bench.chain.name != name:
+            self._bench = None  # frees the other chain's memory first
+            self._bench = Bench(self._load(name), seed=self._seed, time_limit=self._time_limit)
+        return self._bench
+
+    def _arm(self, bench: Bench, job: ArmJob) -> ArmAnswer:
+        chain = job.variant(bench.chain)
+
+        def capture() -> Captured:
+            captured = bench.capture(chain, cold=job.cold, back_to_back=job.back_to_back)
+            if job.serialized:
+                captured.serialize()
+            return captured
+
+        captured = capture()
+        counts = bench.run(captured, job.replays)
+        arm = ArmResult(
+            job.name,
+            counts.replays,
+            counts.mismatches,
+            None if counts.mismatches or not counts.replays else upper_bound(counts.replays),
+            job.delay_us,
+            job.step,
+            counts.seconds,
+            counts.agree,
+            diagnose(bench, capture, counts) if counts.first_bad is not None else None,
+        )
+        return ArmAnswer(arm, _edges(captured), bench.memory.pool)
+
+    def _control(self, bench: Bench, job: ControlJob) -> ControlAnswer:
+        control = job.control
+        chain = control.apply(bench.chain)
+        sass = self._verify(chain)
+        counts = bench.run(bench.capture(chain), job.replays)
+        cause_checked = None
+        if counts.mismatches:
+            serialized = bench.capture(chain)
+            serialized.serialize()
+            cause_checked = bench.run(serialized, job.replays).mismatches == 0
+        kills = counts.mismatches
+        if job.expected == "caught":
+            verdict = "caught" if kills >= MIN_KILLS and cause_checked and counts.agree else "missed"
+        elif job.expected == "clean":
+            verdict = "dirty" if kills else "clean"
+        else:
+            verdict = "seen" if kills else "not seen"
+        edge = control.edge
+        result = ControlResult(
+            control.fault, control.variant, edge.reader, edge.writer, edge.reader, edge.buffer, control.delay_us,
+            job.expected, job.reason, counts.replays, kills, cause_checked, verdict,
+            "" if counts.agree else "device and host counts differ",
+        )  # fmt: skip
+        return ControlAnswer(result, sass)
+
+    @cached_property
+    def _arch(self) -> str:
+        import torch
+
+        major, minor = torch.cuda.get_device_capability()
+        return f"sm_{major}{minor}a"
+
+    def _verify(self, chain: Chain) -> dict[str, str]:
+        """Checks the machine code of every step that is not as deployed (each variant once)."""
+        found = {}
+        for step in chain.steps:
+            if step.op.verify is None or step.contract == step.op.deployed:
+                continue
+            key = (step.op.name, str(step.contract))
+            if key not in self._verified:
+                try:
+                    self._verified[key] = step.op.verify(step.contract, self._arch)
+                except Exception as error:
+                    raise PdlStressError(f"the machine code of {step.op.name} ({step.contract}): {error}") from error
+            found[f"{step.op.name}, {step.contract}"] = self._verified[key]
+        return found
+
+
+def _edges(captured: Captured) -> list[EdgeResult]:
+    """The kinds of the graph edges under test, as captured; several kinds in different replays are joined by '/'."""
+    pairs = list(captured.chain.edges)
+    if captured.back_to_back:
+        pairs.append((pairs[-1][1], pairs[0][0]))
+    found = []
+    for source, target in pairs:
+        kinds = sorted({edge.kind for edge in captured.between(source, target)}) or ["missing"]
+        found.append(EdgeResult(source, target, "/".join(kinds)))
+    return found

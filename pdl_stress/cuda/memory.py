@@ -1,0 +1,220 @@
+"""The memory of a chain under test: one arena, weight sets, and references for a pool of inputs.
+
+The arena holds every graded buffer, inputs first, then intermediates, then outputs, each padded to 16 bytes. A
+reference is the arena after a synchronized eager run: the same ops, PDL off, a device synchronization after every one.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from ..chain import Buffer, Chain, Role, Step, View
+from ..errors import DeviceError, UsageError
+
+WORD = 16
+"""Bytes of a word: the unit in which the harness grades."""
+
+POOL = 256
+"""Inputs of a pool."""
+
+NAN_PATTERN = 0x7FC1
+"""Poison of floating-point buffers: repeated 16-bit pattern, a NaN as bfloat16, float16 and float32. Its low bit tells
+it from the NaN (0x7fff) that arithmetic on poison makes."""
+
+
+class WeakReference(UsageError):
+    """The references cannot tell a right result from a wrong one; what a run over them shows is worth nothing."""
+
+
+class Memory:
+    """Buffers and references of one chain on the current CUDA device.
+
+    Args:
+        chain: the chain as deployed.
+        stream: torch stream on which everything runs.
+        seed: of inputs and weights.
+        pool: number of inputs; a multiple of ``unroll``.
+        unroll: replays in a graph; replay ``u`` of a graph uses weight set ``u % sets`` when cold.
+    """
+
+    def __init__(self, chain: Chain, stream: Any, seed: int, pool: int = POOL, unroll: int = 16) -> None:
+        import torch
+
+        if pool % unroll:
+            raise UsageError(f"pool {pool} is no multiple of the {unroll} replays of a graph.")
+        self.chain, self.stream, self.pool, self.unroll = chain, stream, pool, unroll
+        self.device = stream.device
+        read = {view.buffer.name for step in chain.steps for _, view in step.reads()}
+        ordered = sorted(
+            chain.graded, key=lambda b: (b.role is not Role.INPUT, b.role is Role.INTERMEDIATE and b.name not in read)
+        )
+        self.layout: dict[str, tuple[int, int]] = {}
+        place = 0
+        for buffer in ordered:
+            size = prod(buffer.shape) * _itemsize(buffer)
+            self.layout[buffer.name] = (place, size)
+            place += -(-size // WORD) * WORD
+            if buffer.role is Role.INPUT:
+                self.input_words = place // WORD
+            if buffer.role is Role.INPUT or buffer.name in read:
+                self.output_start = place // WORD
+        self.words = place // WORD
+        self.arena = torch.zeros(place, dtype=torch.uint8, device=self.device)
+        self.ring = torch.zeros(unroll, place - self.output_start * WORD, dtype=torch.uint8, device=self.device)
+        self.generator = torch.Generator(device=self.device).manual_seed(seed)
+        self.inputs = {b.name: self._random(b, (pool + 1, *b.shape)) for b in chain.inputs}
+        self.constants: list[dict[str, Any]] = [self._weights()]
+        self.references: dict[bool, Any] = {}
+        self.poison = self._poison_image()
+
+    # -- content -----------------------------------------------------------------------------------------------------
+
+    def _random(self, buffer: Buffer, shape: tuple[int, ...]) -> Any:
+        import torch
+
+        dtype = torch_dtype(buffer)
+        if not dtype.is_floating_point:
+            raise UsageError(f"input {buffer.name!r}: no generator for dtype {buffer.dtype}; use a floating dtype.")
+        return torch.randn(shape, generator=self.generator, device=self.device).to(dtype)
+
+    def _weights(self) -> dict[str, Any]:
+        import torch
+
+        made = {}
+        for buffer in self.chain.constants:
+            if isinstance(buffer.make, torch.Tensor):
+                tensor = buffer.make.to(self.device)
+            elif buffer.make is None:
+                tensor = self._random(buffer, buffer.shape)
+            else:
+                tensor = buffer.make(self.generator, self.device)
+            if tuple(tensor.shape) != buffer.shape or tensor.dtype != torch_dtype(buffer):
+                raise UsageError(
+                    f"constant {buffer.name!r}: got {tuple(tensor.shape)} {tensor.dtype}, "
+                    f"declared {buffer.shape} {buffer.dtype}."
+                )
+            made[buffer.name] = tensor.contiguous()
+        return made
+
+    def _poison_image(self) -> Any:
+        import torch
+
+        image = torch.full((self.words * WORD // 2,), NAN_PATTERN, dtype=torch.int16, device=self.device).view(
+            torch.uint8
+        )
+        for buffer in self.chain.graded:
+            if not torch_dtype(buffer).is_floating_point:
+                raise UsageError(f"buffer {buffer.name!r}: dtype {buffer.dtype} has no poison; use a floating dtype.")
+        return image
+
+    def weight_sets(self, cold: bool) -> list[dict[str, Any]]:
+        """The weight sets that a graph's replays rotate over: one, or enough to fill the L2 twice over."""
+        import torch
+
+        if not cold:
+            return self.constants[:1]
+        size = sum(t.numel() * t.element_size() for t in self.constants[0].values()) or 1
+        cache = torch.cuda.get_device_properties(self.device).L2_cache_size
+        wanted = 1
+        while wanted < self.unroll and wanted * size < 2 * cache:
+            wanted *= 2
+        if any(callable(b.make) or b.make is None for b in self.chain.constants):
+            while len(self.constants) < wanted:
+                self.constants.append(self._weights())
+        return self.constants[:wanted]
+
+    def reference(self, cold: bool) -> Any:
+        """References of the whole pool, ``[pool, words * 16]`` bytes; made at the first call.
+
+        Raises:
+            WeakReference: two neighbours of the pool agree in a row of a buffer, or a reference is not finite.
+        """
+        import torch
+
+        if cold in self.references:
+            return self.references[cold]
+        sets = self.weight_sets(cold)
+        made = torch.empty(self.pool, self.words * WORD, dtype=torch.uint8, device=self.device)
+        with torch.cuda.stream(self.stream):
+            for index in range(self.pool):
+                self.arena.copy_(self.poison)
+                for name, values in self.inputs.items():
+                    self.tensor(name).copy_(values[index])
+                for step in self.chain.steps:
+                    if not step.source:
+                        torch.cuda.synchronize(self.device)
+                        launch(step, self.operands(step, sets[index % self.unroll % len(sets)]), pdl=False)
+                torch.cuda.synchronize(self.device)
+                made[index].copy_(self.arena)
+            torch.cuda.synchronize(self.device)
+        self._check_reference(made)
+        self.references[cold] = made
+        return made
+
+    def _check_reference(self, reference: Any) -> None:
+
+        for buffer in self.chain.graded:
+            start, size = self.layout[buffer.name]
+            values = reference[:, start : start + size].contiguous().view(torch_dtype(buffer))
+            if not bool(values.isfinite().all()):
+                raise WeakReference(
+                    f"the eager run leaves values in {buffer.name!r} that are not finite; scale its inputs."
+                )
+            rows = values.view(self.pool, -1, buffer.shape[-1])
+            same = (rows == rows.roll(1, 0)).all(-1)
+            if bool(same.any()):
+                index, row = same.nonzero()[0].tolist()
+                raise WeakReference(
+                    f"inputs {index} and {(index - 1) % self.pool} give the same row {row} of {buffer.name!r}: "
+                    "a stale read there would go unseen. Use inputs that differ in every row."
+                )
+
+    # -- addressing --------------------------------------------------------------------------------------------------
+
+    def tensor(self, name: str, store: Any = None) -> Any:
+        """The buffer ``name`` as a tensor over the arena, or over another store of the arena's layout."""
+        buffer = self.chain.buffers[name]
+        start, size = self.layout[name]
+        flat = (self.arena if store is None else store)[start : start + size]
+        return flat.view(torch_dtype(buffer)).view(buffer.shape)
+
+    def operands(self, step: Step, constants: dict[str, Any], ring_slot: int | None = None) -> dict[str, Any]:
+        """Tensors for the operands of ``step``. With ``ring_slot`` outputs live in that slot of the ring."""
+        return {name: self._operand(view, constants, ring_slot) for name, view in step.operands.items()}
+
+    def _operand(self, view: View, constants: dict[str, Any], ring_slot: int | None) -> Any:
+        buffer = view.buffer
+        if buffer.role is Role.CONSTANT:
+            return constants[buffer.name][view.slices]
+        start, size = self.layout[buffer.name]
+        behind = start - self.output_start * WORD
+        if ring_slot is not None and behind >= 0:
+            flat = self.ring[ring_slot][behind : behind + size]
+            return flat.view(torch_dtype(buffer)).view(buffer.shape)[view.slices]
+        return self.tensor(buffer.name)[view.slices]
+
+
+def launch(step: Step, operands: dict[str, Any], *, pdl: bool, stamps: Any = None) -> None:
+    """Runs one step (not a source) on torch's current stream."""
+    if step.op.rebuildable:
+        delay_ns = None if step.delay_us is None else round(step.delay_us * 1000)
+        step.op.run(**operands, **step.params, pdl=pdl, contract=step.contract, delay_ns=delay_ns, stamps=stamps)
+    elif step.delay_us is not None or stamps is not None:
+        raise DeviceError(f"step {step.name!r}: {step.op.name} has no delay point and no time stamps.")
+    else:
+        step.op.run(**operands, **step.params, pdl=pdl)
+
+
+def torch_dtype(buffer: Buffer) -> Any:
+    """The torch dtype of a buffer. Raises UsageError for an unknown name."""
+    import torch
+
+    dtype = getattr(torch, buffer.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(f"buffer {buffer.name!r}: {buffer.dtype!r} is no torch dtype.")
+    return dtype
+
+
+def _itemsize(buffer: Buffer) -> int:
+    return int(torch_dtype(buffer).itemsize)

@@ -1,0 +1,140 @@
+"""The process that holds the GPU. A crash, a sticky CUDA error or a hang costs this process, not the campaign.
+
+The parent never touches the driver. A job that does not answer in time ends its worker (a hung kernel cannot be
+stopped in any other way); the next job gets a fresh one. Workers are spawned, never forked: a forked CUDA context is
+broken.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from ..chain import Chain
+from ..errors import DeviceError, PdlStressError
+from ..jobs import Job
+
+START_SECONDS = 180.0
+"""For importing torch, making a context and compiling on top of a job's own limit."""
+
+KILL_SECONDS = 10.0
+"""For a worker to end once told to; then it is killed."""
+
+
+class WorkerFailed(DeviceError):
+    """A job ended its worker: a hang (time limit), a crash, or a CUDA error. The text says which."""
+
+
+class Worker:
+    """Runs jobs in a child process, one at a time.
+
+    Args:
+        load: gives the chain of a name; a module-level function, since it is sent to the child.
+        seed: of inputs and weights.
+        time_limit: seconds a run of one captured graph may take.
+    """
+
+    def __init__(self, load: Callable[[str], Chain], *, seed: int = 0, time_limit: float = 60.0) -> None:
+        self._load, self._seed, self._time_limit = load, seed, time_limit
+        self._process: Any = None
+        self._pipe: Connection | None = None
+        self._fresh = True
+
+    def execute(self, job: Job) -> Any:
+        """Carries out one job in the child.
+
+        Raises:
+            WorkerFailed: no answer in time, the child died, or a CUDA error; the child is gone.
+            PdlStressError: the job was refused; the child lives on.
+        """
+        if self._process is None:
+            self._start()
+        assert self._pipe is not None
+        # A control runs twice, a failing arm is diagnosed edge by edge: each run has its own limit in the child.
+        limit = 10 * self._time_limit + (START_SECONDS if self._fresh else 0.0)
+        try:
+            self._pipe.send(job)
+            if not self._pipe.poll(limit):
+                self.stop(kill=True)
+                raise WorkerFailed(f"no answer within {limit:g} s; the worker was ended.")
+            kind, value = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            code = self._end()
+            raise WorkerFailed(f"the worker died (exit code {code}).") from error
+        self._fresh = False
+        if kind == "refused":
+            raise PdlStressError(value)
+        if kind == "failed":
+            self.stop(kill=True)
+            raise WorkerFailed(value)
+        return value
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        arguments = (theirs, self._load, self._seed, self._time_limit)
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
+        self._fresh = True
+
+    def stop(self, *, kill: bool = False) -> None:
+        """Ends the child; with ``kill`` at once."""
+        if self._process is None:
+            return
+        if not kill and self._pipe is not None:
+            try:
+                self._pipe.send(None)
+            except OSError:
+                kill = True
+        if kill:
+            self._process.kill()
+        self._end()
+
+    def _end(self) -> int | None:
+        self._process.join(KILL_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(KILL_SECONDS)
+        code: int | None = self._process.exitcode
+        if self._pipe is not None:
+            self._pipe.close()
+        self._process, self._pipe = None, None
+        return code
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _serve(pipe: Connection, load: Callable[[str], Chain], seed: int, time_limit: float) -> None:
+    """The child's loop: jobs in, answers out, until ``None`` or the end of the pipe."""
+    from .executor import Executor
+
+    executor = Executor(load, seed=seed, time_limit=time_limit)
+    while True:
+        try:
+            job = pipe.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if job is None:
+            return
+        answer: tuple[str, object]
+        try:
+            answer = ("answer", executor.execute(job))
+        except DeviceError as error:
+            answer = ("failed", str(error))
+        except PdlStressError as error:
+            answer = ("refused", str(error))
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            answer = ("failed", f"{type(error).__name__}: {error} ({os.path.basename(last.filename)}:{last.lineno})")
+        pipe.send(answer)
+        if answer[0] == "failed":
+            os._exit(1)  # the context may be unusable, and its destructors may hang

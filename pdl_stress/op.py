@@ -1,0 +1,112 @@
+"""An operation of a chain: a callable that launches kernels, together with its contract.
+
+A third party writes::
+
+    @op(reads=("input", "weight"), writes=("out",), independent=("weight",))
+    def my_norm(input, weight, out, *, pdl):
+        my_library.norm(input, weight, out, enable_pdl=pdl)
+
+and may use ``my_norm`` in a chain. An op that can also be *rebuilt* with another PDL behaviour (our native kernels,
+compiled at run time) says which waits it supports; from those the controls are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .contract import KernelContract, Trigger, Wait
+from .errors import UnsupportedVariant
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+Run = Callable[..., object]
+"""Launches the kernels of an op on torch's current stream.
+
+``operands`` are torch tensors under the names of the contract. ``pdl`` sets the PDL attribute. Ops that can be
+rebuilt also receive ``contract`` (the behaviour to launch), ``delay_ns`` (nanoseconds that the storing threads pass
+between trigger and stores; ``None`` for a kernel without the delay point) and ``stamps`` (a CUDA int64 tensor of
+four time stamps, see :data:`STAMP_FIELDS`, or ``None``).
+"""
+
+
+STAMP_FIELDS = ("first_start", "first_read", "last_store", "last_end")
+"""What a stamped kernel leaves behind, in nanoseconds of ``%globaltimer``: two minima and two maxima over its CTAs."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operation with its contract. Make one with :func:`op`.
+
+    Args:
+        name: what reports call it.
+        contract: the contract of the behaviour that this object launches.
+        run: see :data:`Run`.
+        deployed: the contract of the op as it is shipped; differs from ``contract`` in a rebuilt op.
+        waits: the waits the op can be rebuilt with. Empty: it is what it is.
+        ctas: number of CTAs for given operand shapes; the model only asks whether it is one or several.
+        kernels: names of the kernels that a launch runs, for reports.
+        verify: checks that the machine code of this behaviour holds what the contract says; returns one line of
+            evidence, raises if it does not.
+    """
+
+    name: str
+    contract: KernelContract
+    run: Run
+    deployed: KernelContract
+    waits: frozenset[Wait] = frozenset()
+    ctas: Callable[[Shapes], int] = field(default=lambda shapes: 2)
+    kernels: tuple[str, ...] = ()
+    verify: Callable[[KernelContract, str], str] | None = None
+
+    @property
+    def rebuildable(self) -> bool:
+        """True if arms and controls can move its trigger, delay it and change who waits."""
+        return bool(self.waits)
+
+    def rebuilt(self, **changes: Any) -> Op:
+        """The same op with another PDL behaviour.
+
+        Raises:
+            UnsupportedVariant: the op cannot be rebuilt, or not that way.
+        """
+        contract = self.contract.but(**changes)
+        if contract == self.contract:
+            return self
+        if not self.rebuildable:
+            raise UnsupportedVariant(
+                f"{self.name} cannot be rebuilt (wanted: {contract}). "
+                "Only ops that are compiled at run time take another PDL behaviour."
+            )
+        if contract.wait not in self.waits:
+            raise UnsupportedVariant(
+                f"{self.name} cannot wait as {contract.wait!r}; it supports {sorted(map(str, self.waits))}."
+            )
+        return replace(self, contract=contract)
+
+
+def op(
+    *,
+    reads: Iterable[str] = (),
+    writes: Iterable[str] = (),
+    independent: Iterable[str] = (),
+    wait: Wait | str = Wait.ALL,
+    trigger: Trigger | str = Trigger.AFTER_STORES,
+    fence: bool = False,
+    name: str | None = None,
+    kernels: Iterable[str] = (),
+) -> Callable[[Run], Op]:
+    """Declares the contract of a callable that launches kernels; see the module's example.
+
+    Args as in :class:`~pdl_stress.contract.KernelContract`. The callable is called with its operands by name and
+    ``pdl`` (bool).
+    """
+    contract = KernelContract(tuple(reads), tuple(writes), tuple(independent), Wait(wait), Trigger(trigger), fence)
+
+    def declare(run: Run) -> Op:
+        label = name or str(getattr(run, "__name__", "op"))
+        return Op(label, contract, run, contract, kernels=tuple(kernels) or (label,))
+
+    return declare

@@ -1,0 +1,215 @@
+"""Tables for a terminal: what ran, what it showed, and why the verdict is what it is."""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Iterable
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from ..results import CaseResult, ControlResult
+from ..verdict import Outcome
+
+_COLOURS = {
+    Outcome.PASS: "bold green",
+    Outcome.ORDERED: "bold cyan",
+    Outcome.INCONCLUSIVE: "bold yellow",
+    Outcome.ERROR: "bold magenta",
+    Outcome.FAIL: "bold red",
+}
+_GOOD = {"caught": ("caught", "refuted"), "clean": ("clean", "ordered")}
+_MOST_REASONS = 8
+
+
+def coloured(outcome: Outcome) -> str:
+    """The outcome as rich markup."""
+    return f"[{_COLOURS[outcome]}]{outcome}[/]"
+
+
+def render(case: CaseResult, width: int = 120) -> str:
+    """One case, with all details, as plain text."""
+    text = io.StringIO()
+    Console(file=text, width=width, no_color=True).print(summary([case]), details(case))
+    return text.getvalue()
+
+
+def print_cases(cases: Iterable[CaseResult], console: Console, *, everything: bool = False) -> None:
+    """All cases: a line each, what the controls showed, and a closer look at those that need it."""
+    cases = list(cases)
+    console.print(summary(cases))
+    controls = [control for case in cases for control in case.controls]
+    if controls:
+        console.print(controls_summary(controls))
+    for case in cases:
+        if everything or case.verdict not in (Outcome.PASS, Outcome.ORDERED):
+            console.print(details(case) if everything else _reasons(case))
+
+
+def _table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def summary(cases: list[CaseResult]) -> Table:
+    """One line per chain."""
+    on_gpu = any(case.machine == "cuda" for case in cases)
+    numbers = ("arms", "replays", "mismatches", "replays/s") if on_gpu else ()
+    tail = ("data edges", "must-catch", "must-be-clean")
+    table = _table("chains", "chain", "verdict", *numbers, *tail, right=(*numbers, *tail))
+    for case in cases:
+        row = [case.chain, coloured(case.verdict)]
+        if on_gpu:
+            rate = f"{case.replays_per_second:,.0f}" if case.replays_per_second else "-"
+            row += [str(len(case.arms)), f"{case.replays:,}", f"{case.mismatches:,}", rate]
+        row += [str(len(case.data_edges)), _share(case.controls, "caught"), _share(case.controls, "clean")]
+        table.add_row(*row)
+    return table
+
+
+def _share(controls: list[ControlResult], expected: str) -> str:
+    found = [c for c in controls if c.expected == expected]
+    return f"{sum(c.verdict in _GOOD[expected] for c in found)}/{len(found)}" if found else "-"
+
+
+def controls_summary(controls: list[ControlResult]) -> Table:
+    """Controls of all chains by fault. Of the broken ones: how many showed at all in each window, for a power curve."""
+    on_gpu = any(c.replays for c in controls)
+    delays = sorted({c.delay_us for c in controls}) if on_gpu else []
+    seen = tuple(f"seen at {delay:g} us" for delay in delays)
+    columns = ("must catch", "must be clean", "unpromised")
+    table = _table("controls (deliberately broken twins)", "fault", *columns, *seen, right=(*columns, *seen))
+    groups: dict[str, list[ControlResult]] = defaultdict(list)
+    for control in controls:
+        groups[control.fault].append(control)
+    for fault, members in groups.items():
+        row = [fault, _share(members, "caught"), _share(members, "clean")]
+        row.append(str(sum(c.expected == "unpromised" for c in members)) if on_gpu else _allowed(members))
+        for delay in delays:
+            at_risk = {_key(c) for c in members if c.expected == "caught"}
+            here = [c for c in members if c.delay_us == delay and _key(c) in at_risk]
+            row.append(f"{sum(c.kills > 0 for c in here)}/{len(here)}" if here else "-")
+        table.add_row(*row)
+    return table
+
+
+def _allowed(members: list[ControlResult]) -> str:
+    found = [c for c in members if c.expected == "unpromised"]
+    return f"{len(found)} allowed" if found else "-"
+
+
+def _key(control: ControlResult) -> tuple[str, str, str, str]:
+    """A control without its window."""
+    return control.variant, control.writer, control.reader, control.buffer
+
+
+def _reasons(case: CaseResult) -> Group:
+    """Why the verdict is what it is."""
+    parts: list[RenderableType] = [
+        f"\n[bold]{escape(case.chain)}[/] {coloured(case.verdict)}   ops: {escape(case.ops)}"
+    ]
+    if case.planted:
+        parts.append(f"  planted: {escape(case.planted)}")
+    if case.model:
+        parts.append(f"  model: {escape(case.model)}")
+    parts += [f"  - {escape(reason)}" for reason in case.reasons[:_MOST_REASONS]]
+    if len(case.reasons) > _MOST_REASONS:
+        parts.append(f"  - and {len(case.reasons) - _MOST_REASONS} more, in results.json")
+    if case.timeline:
+        parts.append("  a schedule that the rules allow:")
+        parts += [Text(f"    {line}", no_wrap=True, overflow="ignore") for line in case.timeline]
+    return Group(*parts)
+
+
+def details(case: CaseResult) -> Group:
+    """Everything about one case."""
+    parts: list[RenderableType] = [_reasons(case)]
+    if case.arms:
+        parts.append(_arms(case))
+    if case.edges:
+        parts.append(_edges(case))
+    if case.controls:
+        parts.append(_controls(case))
+    return Group(*parts)
+
+
+def _arms(case: CaseResult) -> Table:
+    numbers = ("delay us", "replays", "mismatches", "upper bound (95 %)", "us a replay")
+    table = _table(f"{case.chain}: clean arms", "arm", "delayed step", *numbers, right=numbers)
+    for arm in case.arms:
+        table.add_row(
+            arm.name,
+            arm.step or "",
+            "" if arm.delay_us is None else f"{arm.delay_us:g}",
+            f"{arm.replays:,}",
+            f"{arm.mismatches:,}",
+            "-" if arm.upper_bound_95 is None else f"{arm.upper_bound_95:.2g}",
+            f"{arm.seconds / arm.replays * 1e6:.1f}" if arm.replays else "-",
+        )
+    return table
+
+
+def _edges(case: CaseResult) -> Table:
+    table = _table(f"{case.chain}: edges", "edge", "kind", "overlap as deployed", "overlapped / exposed in")
+    for edge in case.edges:
+        overlap = "-" if edge.overlap is None else f"{edge.overlap:.0%}"
+        table.add_row(
+            f"{edge.source} -> {edge.target}", f"graph, {edge.kind}", overlap, "; ".join(edge.overlapped_in) or "-"
+        )
+    for data in case.data_edges:
+        exposed = "; ".join(data.exposed_by) or "-"
+        table.add_row(f"{data.writer} -> {data.reader}", f"data, {data.buffer}", "", exposed)
+    return table
+
+
+def _controls(case: CaseResult) -> Table:
+    """Controls by fault and edge, delays side by side: where the kills begin is what the test can see."""
+    delays = sorted({c.delay_us for c in case.controls})
+    groups: dict[tuple[str, ...], dict[float, ControlResult]] = defaultdict(dict)
+    for control in case.controls:
+        groups[control.fault, *_key(control)][control.delay_us] = control
+    windows = tuple(f"{delay:g} us" for delay in delays)
+    table = _table(f"{case.chain}: controls", "fault", "variant", "data edge", "expected", *windows, right=windows)
+    for (fault, variant, writer, reader, _), by_delay in groups.items():
+        expected = by_delay[max(by_delay)].expected
+        cells = [_cell(by_delay.get(delay)) for delay in delays]
+        table.add_row(fault, variant, f"{writer} -> {reader}", _EXPECTED.get(expected, expected), *cells)
+    return table
+
+
+_EXPECTED = {"caught": "must catch", "clean": "must be clean"}
+
+
+def _cell(control: ControlResult | None) -> str:
+    if control is None:
+        return ""
+    text = f"{control.kills}/{control.replays}" if control.replays else control.verdict
+    return f"[bold red]{text} {control.verdict}[/]" if control.verdict in ("missed", "dirty", "error") else text
+
+
+def founding_table(case: CaseResult, writer: str, reader: str) -> Table | None:
+    """F00 on one data edge: trigger place x window, the consumer waiting or not. ``None`` without an F00 there."""
+    controls = {
+        (c.variant, c.delay_us): c for c in case.controls if (c.fault, c.writer, c.reader) == ("F00", writer, reader)
+    }
+    if not controls:
+        return None
+    delays = sorted({delay for _, delay in controls})
+    places = list(dict.fromkeys(variant.split(",")[0].removeprefix("trigger ") for variant, _ in controls))
+    replays = max(c.replays for c in controls.values())
+    windows = tuple(f"{delay:g} us" for delay in delays)
+    title = f"{case.chain}, {writer} -> {reader}: kills of {replays:,} replays, by window between trigger and stores"
+    table = _table(title, "producer triggers", "consumer", *windows, right=windows)
+    for consumer in ("waits", "does not wait"):
+        for place in places:
+            cells = [controls.get((f"trigger {place}, consumer {consumer}", delay)) for delay in delays]
+            table.add_row(
+                place, consumer, *[f"{c.kills:,}" if c and c.replays else c.verdict if c else "" for c in cells]
+            )
+        table.add_section()
+    return table

@@ -1,0 +1,162 @@
+"""What a run found, as plain data. ``report`` writes it; ``verdict`` judges it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .verdict import Outcome
+
+SCHEMA = 1
+
+
+@dataclass
+class Mismatch:
+    """Where the first bad replay of an arm went wrong.
+
+    Args:
+        writer, reader, buffer: the data edge that raced.
+        wrong_buffer, element, got, expected: first wrong element, in the order in which the chain fills its buffers.
+        held: what the reader's operand held.
+        cured_by: graph edges whose serialization alone removes the mismatch.
+        also_serialized: it mismatches with full edges too, so it is not PDL's.
+    """
+
+    writer: str
+    reader: str
+    buffer: str
+    wrong_buffer: str
+    element: list[int]
+    got: str
+    expected: str
+    held: str
+    replay: int
+    cured_by: list[str]
+    also_serialized: bool
+
+    def __str__(self) -> str:
+        where = f"{self.wrong_buffer}{self.element} is {self.got}, expected {self.expected}"
+        if self.also_serialized:
+            return f"{where}; it differs with full edges too: not a PDL ordering fault."
+        cure = ", ".join(self.cured_by) or "no single graph edge"
+        return (
+            f"{self.reader} read {self.buffer} before {self.writer} had written it (it held {self.held}); {where}; "
+            f"serializing {cure} removes it."
+        )
+
+
+@dataclass
+class ArmResult:
+    """One clean arm. ``step`` is the delayed step, if any; ``upper_bound_95`` is of the mismatch probability."""
+
+    name: str
+    replays: int
+    mismatches: int
+    upper_bound_95: float | None
+    delay_us: float | None = None
+    step: str | None = None
+    seconds: float = 0.0
+    counters_agree: bool = True
+    mismatch: Mismatch | None = None
+
+
+@dataclass
+class ControlResult:
+    """One control. ``kills`` are bad replays of ``replays``; on the model both are zero and ``verdict`` says all.
+
+    Args:
+        expected: ``caught``, ``clean`` or ``unpromised``, decided by the model before the run; ``reason`` says why.
+        cause_checked: the same binaries with full edges were bitwise clean. ``None``: nothing to check.
+        verdict: ``caught``, ``missed``, ``clean``, ``dirty``, ``seen``, ``not seen``, ``refuted``, ``ordered``,
+            ``allowed`` or ``error``.
+    """
+
+    fault: str
+    variant: str
+    step: str
+    writer: str
+    reader: str
+    buffer: str
+    delay_us: float
+    expected: str
+    reason: str
+    replays: int = 0
+    kills: int = 0
+    cause_checked: bool | None = None
+    verdict: str = ""
+    note: str = ""
+
+
+@dataclass
+class EdgeResult:
+    """A graph edge under test.
+
+    ``overlap``: share of sampled replays, as deployed, whose secondary started before its primary ended.
+    ``overlapped_in``: the arms in which that was seen at all.
+    """
+
+    source: str
+    target: str
+    kind: str
+    overlap: float | None = None
+    overlapped_in: list[str] = field(default_factory=list)
+
+
+@dataclass
+class DataEdgeResult:
+    """A data edge, and the arms in which the reader was seen to run before the writer's last store."""
+
+    writer: str
+    reader: str
+    buffer: str
+    exposed_by: list[str] = field(default_factory=list)
+
+
+@dataclass
+class CaseResult:
+    """One chain."""
+
+    chain: str
+    ops: str
+    kernels: list[str]
+    machine: str
+    verdict: Outcome = Outcome.INCONCLUSIVE
+    reasons: list[str] = field(default_factory=list)
+    arms: list[ArmResult] = field(default_factory=list)
+    replays_per_second: float | None = None
+    pool: int | None = None
+    edges: list[EdgeResult] = field(default_factory=list)
+    data_edges: list[DataEdgeResult] = field(default_factory=list)
+    controls: list[ControlResult] = field(default_factory=list)
+    model: str = ""
+    timeline: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    blockers: list[str] = field(default_factory=list)
+    """What made a verdict impossible before anything ran, such as ``CUDA_LAUNCH_BLOCKING=1``."""
+    planted: str = ""
+    requested_replays: int = 0
+    sass: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def replays(self) -> int:
+        """Sum over the clean arms."""
+        return sum(arm.replays for arm in self.arms)
+
+    @property
+    def mismatches(self) -> int:
+        """Sum over the clean arms."""
+        return sum(arm.mismatches for arm in self.arms)
+
+
+@dataclass
+class RunResult:
+    """A whole run."""
+
+    verdict: Outcome
+    command: str
+    started: str
+    seconds: float
+    environment: dict[str, Any]
+    cases: list[CaseResult]
+    errors: list[str] = field(default_factory=list)

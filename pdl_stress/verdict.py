@@ -1,0 +1,159 @@
+"""Outcomes and how they combine: the worst wins, and what was not earned is INCONCLUSIVE."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .results import CaseResult
+
+
+class Outcome(Enum):
+    """What a run says. Ordered from worst to best."""
+
+    FAIL = "FAIL"
+    """A forbidden outcome was seen on hardware, or proved from the contracts."""
+    ERROR = "ERROR"
+    """A crash, a hang, a harness fault or an unusable device."""
+    INCONCLUSIVE = "INCONCLUSIVE"
+    """Nothing wrong was seen, but the run could not have seen it: a control was missed, an edge never exposed, too few
+    replays, counts that do not add up, a debugger or profiler attached."""
+    ORDERED = "ORDERED"
+    """Ordered by the contracts, says the model. No kernel ran."""
+    PASS = "PASS"
+    """Hardware only: clean in every arm, and every control that must be caught was caught."""
+
+    @property
+    def exit_code(self) -> int:
+        return {"FAIL": 1, "ERROR": 3, "INCONCLUSIVE": 4, "ORDERED": 0, "PASS": 0}[self.value]
+
+    def __str__(self) -> str:
+        return self.value
+
+
+USAGE_EXIT_CODE = 2
+
+_WORST_FIRST = list(Outcome)
+
+
+def worst(outcomes: Iterable[Outcome]) -> Outcome:
+    """The worst of ``outcomes``; INCONCLUSIVE if there are none, since nothing was shown."""
+    found = list(outcomes)
+    return min(found, key=_WORST_FIRST.index) if found else Outcome.INCONCLUSIVE
+
+
+MIN_REPLAYS = 1000
+"""Graded replays below which a clean arm says too little to pass (upper bound above 3e-3)."""
+
+
+def judge_hardware(case: CaseResult) -> tuple[Outcome, list[str]]:
+    """The verdict on a case that ran on a GPU, and why it is not PASS.
+
+    PASS needs, all of them: zero mismatches in every clean arm, among them each perturbation under which a control was
+    caught; every must-catch control caught with at least ``MIN_KILLS`` kills for the right reason, and one on each data
+    edge; every must-be-clean control clean; every data edge exposed in some arm; all graph edges under test
+    programmatic; enough replays; counters that agree.
+    """
+    found: list[tuple[Outcome, str]] = [(Outcome.ERROR, text) for text in case.errors]
+    if case.timeline:
+        found.append((Outcome.FAIL, "the contracts allow a bad schedule; see the timeline"))
+    if case.blockers:
+        found += [(Outcome.INCONCLUSIVE, f"nothing ran: {text}") for text in case.blockers]
+        return worst([outcome for outcome, _ in found]), [text for _, text in found]
+    found += _judge_arms(case)
+    found += _judge_controls(case)
+    found += _judge_edges(case)
+    return worst([outcome for outcome, _ in found] or [Outcome.PASS]), [text for _, text in found]
+
+
+def judge_model(case: CaseResult) -> tuple[Outcome, list[str]]:
+    """The verdict on a case that only the model has seen: ORDERED needs every must-catch control refuted."""
+    found: list[tuple[Outcome, str]] = [(Outcome.ERROR, text) for text in case.errors]
+    if case.timeline:
+        found.append((Outcome.FAIL, "the contracts allow a bad schedule; see the timeline"))
+    else:
+        found += _uncovered(case, "refuted", Outcome.INCONCLUSIVE)
+    return worst([outcome for outcome, _ in found] or [Outcome.ORDERED]), [text for _, text in found]
+
+
+def _judge_arms(case: CaseResult) -> list[tuple[Outcome, str]]:
+    found = []
+    for arm in case.arms:
+        name = arm.name if arm.step is None else f"{arm.name} ({arm.step}, {arm.delay_us:g} us)"
+        if arm.mismatches:
+            found.append(
+                (Outcome.FAIL, f"{arm.mismatches} of {arm.replays} replays differ in arm «{name}»: {arm.mismatch}")
+            )
+        if not arm.counters_agree:
+            found.append((Outcome.INCONCLUSIVE, f"device and host counts differ in arm «{name}»"))
+        if arm.replays < case.requested_replays or arm.replays < MIN_REPLAYS:
+            found.append(
+                (Outcome.INCONCLUSIVE, f"only {arm.replays} graded replays in arm «{name}» (at least {MIN_REPLAYS})")
+            )
+    if not case.arms:
+        found.append((Outcome.INCONCLUSIVE, "no arm ran"))
+    return found
+
+
+def _judge_controls(case: CaseResult) -> list[tuple[Outcome, str]]:
+    found = []
+    for control in case.controls:
+        name = f"{control.fault} ({control.variant}) on {control.writer}->{control.reader}, {control.delay_us:g} us"
+        if control.verdict == "error":
+            found.append((Outcome.ERROR, f"control {name} did not finish: {control.note}"))
+        elif control.expected == "caught" and control.verdict != "caught":
+            cause = "" if control.cause_checked is not False else ", but also with full edges, which is another fault"
+            found.append(
+                (
+                    Outcome.INCONCLUSIVE,
+                    f"control {name} must be caught and was not: {control.kills} kills of {control.replays}{cause}",
+                )
+            )
+        elif control.expected == "clean" and control.kills:
+            found.append(
+                (Outcome.FAIL, f"control {name} must be clean, and {control.kills} of {control.replays} replays differ")
+            )
+    perturbed = {(arm.step, arm.delay_us) for arm in case.arms}
+    for writer, delay in {(c.writer, c.delay_us) for c in case.controls if c.verdict == "caught" and c.fault != "F28"}:
+        if (writer, delay) not in perturbed:
+            found.append(
+                (Outcome.INCONCLUSIVE, f"no clean arm delays {writer} by {delay:g} us, where controls were caught")
+            )
+    return found + _uncovered(case, "caught", Outcome.INCONCLUSIVE)
+
+
+def _uncovered(case: CaseResult, wanted: str, outcome: Outcome) -> list[tuple[Outcome, str]]:
+    if case.planted:
+        return []
+    covered = {(c.writer, c.reader, c.buffer) for c in case.controls if c.expected == "caught" and c.verdict == wanted}
+    missing = [e for e in case.data_edges if (e.writer, e.reader, e.buffer) not in covered]
+    found = [(outcome, f"no control was {wanted} on {e.writer}->{e.reader} through {e.buffer}") for e in missing]
+    return found + [
+        (outcome, f"control {c.fault} ({c.variant}) on {c.writer}->{c.reader} must be {wanted} and was not")
+        for c in case.controls
+        if wanted == "refuted" and c.expected == "caught" and c.verdict != wanted
+    ]
+
+
+def _judge_edges(case: CaseResult) -> list[tuple[Outcome, str]]:
+    found = [
+        (Outcome.INCONCLUSIVE, f"graph edge {e.source}->{e.target} is {e.kind}, so nothing overlapped there")
+        for e in case.edges
+        if e.kind != "programmatic"
+    ]
+    if not case.edges:
+        found.append((Outcome.INCONCLUSIVE, "the graph's edges were not read"))
+    if not case.planted:
+        found += [
+            (Outcome.INCONCLUSIVE, f"graph edge {e.source}->{e.target} overlapped in no arm")
+            for e in case.edges
+            if e.overlap is not None and not e.overlapped_in
+        ]
+        found += [
+            (Outcome.INCONCLUSIVE, f"data edge {e.writer}->{e.reader} through {e.buffer} was never exposed")
+            for e in case.data_edges
+            if not e.exposed_by
+        ]
+    return found
