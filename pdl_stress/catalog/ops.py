@@ -64,7 +64,8 @@ def _verify(kernel: str) -> Any:
     def verify(contract: KernelContract, arch: str) -> str:
         from fusions.ops import sass
 
-        return str(sass.verify(kernel, _behaviour(kernel, contract, 0, None), arch))
+        census = sass.verify(kernel, _behaviour(kernel, contract, 0, None), arch)
+        return f"{arch}: {census.waits} waits, {census.triggers} triggers, {census.fences} fences, as the contract says"
 
     return verify
 

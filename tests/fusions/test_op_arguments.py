@@ -88,5 +88,5 @@ def test_tinygemm2_refuses(changed, message):
 
 
 def test_the_deployed_behaviours_are_at_hand():
-    assert rmsnorm.DEPLOYED == Behaviour("all", "after_stores")
-    assert tinygemm2.DEPLOYED == Behaviour("loaders", "after_wait")
+    assert Behaviour("all", "after_stores") == rmsnorm.DEPLOYED
+    assert Behaviour("loaders", "after_wait") == tinygemm2.DEPLOYED

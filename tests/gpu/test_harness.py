@@ -1,0 +1,181 @@
+"""The harness on a GPU: does it see a single wrong bit, read the edges it says, and count what it ran?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pdl_stress import Chain, Outcome, UsageError, catalog, op, stress
+from pdl_stress.faults import plant
+from pdl_stress.jobs import ArmJob, delayed_changes
+
+pytestmark = pytest.mark.gpu
+
+CHAIN = "csa2-fused-m1"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Any]:
+    from pdl_stress.cuda.bench import Bench
+
+    return Bench(catalog.load(CHAIN), seed=1)
+
+
+def flip_bit(bench: Any, index: int, buffer: str, byte: int, bit: int = 0) -> None:
+    start, _ = bench.memory.layout[buffer]
+    bench.memory.reference(False)[index, start + byte] ^= 1 << bit
+
+
+@pytest.mark.parametrize("buffer", ["hidden", "x", "qkv", "q", "kv"])
+@pytest.mark.parametrize("back_to_back", [False, True])
+def test_one_wrong_bit_is_seen_in_every_replay_of_its_input(bench: Any, buffer: str, back_to_back: bool) -> None:
+    """A reference off by one bit stands for a result off by one bit. Pool of 256: 512 replays meet it twice."""
+    captured = bench.capture(bench.chain, back_to_back=back_to_back)
+    _, size = bench.memory.layout[buffer]
+    index = 31  # the last replay of a graph, so that shared buffers of a back-to-back graph still hold it
+    flip_bit(bench, index, buffer, size - 1, 7)
+    try:
+        counts = bench.run(captured, 512)
+    finally:
+        flip_bit(bench, index, buffer, size - 1, 7)
+    if buffer == "hidden":
+        assert counts.mismatches == 2, "hidden is written from the changed reference, so what follows differs"
+        return
+    assert (counts.replays, counts.mismatches, counts.first_bad) == (512, 2, index)
+    assert counts.agree
+    reference = bench.memory.reference(False)[index].cpu()
+    assert bool((counts.snapshot == reference).all()), "the snapshot holds what the GPU computed"
+    assert bench.run(captured, 512).mismatches == 0
+
+
+def test_edges_are_what_the_arm_says(bench: Any) -> None:
+    captured = bench.capture(bench.chain)
+    pairs = bench.chain.edges
+    assert {e.kind for pair in pairs for e in captured.between(*pair)} == {"programmatic"}
+    assert all(len(captured.between(*pair)) == bench.unroll for pair in pairs)
+    assert captured.serialize(pairs[1]) == bench.unroll
+    kinds = [{e.kind for e in captured.between(*pair)} for pair in pairs]
+    assert kinds == [{"programmatic"}, {"full"}, {"programmatic"}, {"programmatic"}]
+    captured.serialize()
+    assert {e.kind for pair in pairs for e in captured.between(*pair)} == {"full"}
+
+
+def test_grading_is_joined_to_what_a_kernel_that_never_waits_leaves_behind(bench: Any) -> None:
+    from pdl_stress.cuda import graphs
+
+    broken = bench.chain.varied({"q_norm": {"wait": "never"}})
+    captured = bench.capture(broken)
+    into_boundary = {int(e.source) for e in graphs.edges(captured.raw) if int(e.target) in captured.boundaries}
+    assert int(captured.last[0, "projection"]) in into_boundary
+    clean = bench.capture(bench.chain)
+    into_boundary = {int(e.source) for e in graphs.edges(clean.raw) if int(e.target) in clean.boundaries}
+    assert int(clean.last[0, "projection"]) not in into_boundary
+
+
+def test_cold_weights_rotate_over_sets_that_differ(bench: Any) -> None:
+    import torch
+
+    sets = bench.memory.weight_sets(True)
+    size = sum(t.numel() * t.element_size() for t in sets[0].values())
+    assert len(sets) * size >= 2 * torch.cuda.get_device_properties(0).L2_cache_size
+    assert not torch.equal(sets[0]["wqkv"], sets[1]["wqkv"])
+    assert bench.run(bench.capture(bench.chain, cold=True), 512).mismatches == 0
+
+
+def test_equal_inputs_are_refused() -> None:
+    import torch
+
+    from pdl_stress.cuda.bench import Bench
+    from pdl_stress.cuda.memory import WeakReference
+
+    bench = Bench(catalog.load(CHAIN))
+    bench.memory.inputs["hidden"] = torch.ones_like(bench.memory.inputs["hidden"])
+    with pytest.raises(WeakReference, match="same row 0 of 'hidden'"):
+        bench.capture(bench.chain)
+
+
+def test_time_limit(bench: Any) -> None:
+    from pdl_stress.cuda.bench import TimeLimit
+
+    slow = bench.chain.varied({"projection": {"delay_us": 500.0}})
+    captured = bench.capture(slow)
+    limit, bench.time_limit = bench.time_limit, 0.2
+    try:
+        with pytest.raises(TimeLimit):
+            bench.run(captured, 2000)
+    finally:
+        bench.time_limit = limit
+        import torch
+
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("planted", "edge"),
+    [
+        ("F00@q_norm", ("projection", "q_norm", "qkv")),
+        ("F01@input_norm", ("producer", "input_norm", "hidden")),
+        ("F02@projection", ("input_norm", "projection", "x")),
+        ("F04@q_norm", ("projection", "q_norm", "qkv")),
+        ("F05@projection", ("input_norm", "projection", "x")),
+        ("F07@kv_norm", ("projection", "kv_norm", "qkv")),
+        ("F28@projection", ("late_weight", "projection", "wqkv")),
+    ],
+)
+def test_a_planted_fault_is_found_and_named(bench: Any, planted: str, edge: tuple[str, str, str]) -> None:
+    from pdl_stress.cuda.executor import Executor
+
+    chain = catalog.load(CHAIN)
+    answer = Executor(lambda name: chain).execute(ArmJob(CHAIN, "planted", 512, planted=plant(chain, planted)))
+    mismatch = answer.arm.mismatch
+    assert answer.arm.mismatches > 0
+    assert mismatch is not None
+    assert (mismatch.writer, mismatch.reader, mismatch.buffer) == edge
+    assert mismatch.held == "poison"
+    assert mismatch.cured_by
+    assert not mismatch.also_serialized
+
+
+def test_every_data_edge_is_exposed_by_its_delayed_arm(bench: Any) -> None:
+    from pdl_stress.cuda.exposure import measure
+
+    for name in {edge.writer for edge in bench.chain.data_edges}:
+        found = measure(bench, bench.chain.varied(delayed_changes(bench.chain, name, 10.0)))
+        assert found is not None
+        for (writer, reader, _), share in found.exposed.items():
+            if writer == name:
+                assert share == 1.0, (writer, reader)
+    deployed = measure(bench, bench.chain)
+    assert deployed is not None
+    # Triggers sit after the stores, so as deployed nothing that skips a step can be exposed.
+    assert deployed.exposed["projection", "kv_norm", "qkv"] == 0.0
+
+
+@op(reads=("input",), writes=("out",))
+def torch_double(input: Any, out: Any, *, pdl: bool) -> None:
+    import torch
+
+    torch.mul(input, 2, out=out)
+
+
+def test_an_op_without_pdl_is_inconclusive() -> None:
+    """Launched without the attribute: clean, but with full edges nothing was tested."""
+    chain = Chain("double")
+    hidden, out = chain.input("hidden", (4, 64), "bfloat16"), chain.buffer("out", (4, 64), "bfloat16")
+    chain.step("double", torch_double, input=hidden, out=out)
+    verdict = stress(chain, machine="cuda", replays=1000)
+    assert verdict.case.mismatches == 0
+    assert verdict.outcome is Outcome.INCONCLUSIVE
+    assert any("is full" in reason for reason in verdict.case.reasons)
+
+
+def test_integer_inputs_are_refused() -> None:
+    chain = Chain("ints")
+    hidden, out = chain.input("hidden", (4, 64), "int32"), chain.buffer("out", (4, 64), "int32")
+    chain.step("double", torch_double, input=hidden, out=out)
+    verdict = stress(chain, machine="cuda", replays=1000)
+    assert verdict.outcome is Outcome.ERROR
+    assert any("int32" in text for text in verdict.case.errors)
+    assert not isinstance(verdict, UsageError)
