@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from . import model
 from .chain import Chain
 from .errors import PdlStressError
-from .faults import ALL_DELAYS_US, DELAYS_US, Control, plan_controls, plant
+from .faults import ALL_DELAYS_US, DELAYS_US, Control, expectations, plan_controls, plant
 from .jobs import (
     ArmAnswer,
     ArmJob,
@@ -23,6 +23,7 @@ from .jobs import (
     plan_arms,
 )
 from .results import ArmResult, CaseResult, ControlResult, DataEdgeResult, EdgeResult
+from .statistics import reproducibility
 from .verdict import judge_hardware, judge_model
 
 __all__ = ["ALL_DELAYS_US", "DELAYS_US", "Executes", "Plan", "run_on_gpu", "run_on_model"]
@@ -114,7 +115,7 @@ def _kernels(chain: Chain) -> list[str]:
 def run_on_model(chains: Iterable[Chain], plan: Plan, progress: Progress = _silent) -> list[CaseResult]:
     """Judges chains and their controls from the contracts alone: no kernel runs, so no rates and no bounds."""
     cases = []
-    chains = list(chains)
+    chains = [chain.modelled() for chain in chains]
     for index, chain in enumerate(chains):
         progress(f"{chain.name}: model", index, len(chains))
         started = time.monotonic()
@@ -193,6 +194,7 @@ def run_on_gpu(
                 except PdlStressError as error:
                     _take_error(case, job, error)
             case.seconds += time.monotonic() - started
+            case.window_us = power_window(case.controls)
             case.verdict, case.reasons = judge_hardware(case)
             keep(cases)
     progress("done", total, total)
@@ -217,8 +219,7 @@ def _clean_jobs(chain: Chain, plan: Plan) -> list[Job]:
 def _control_jobs(chain: Chain, plan: Plan) -> list[Job]:
     jobs: list[Job] = []
     if not plan.planted:
-        for control in plan_controls(chain, plan.faults, plan.delays_us):
-            expectation = control.expectation(chain)
+        for control, expectation in expectations(chain, plan_controls(chain, plan.faults, plan.delays_us)):
             jobs.append(ControlJob(chain.name, control, expectation.expected, expectation.reason, plan.control_replays))
     return jobs
 
@@ -270,6 +271,32 @@ def _take_exposure(case: CaseResult, arm: str, answer: ExposureAnswer) -> None:
     for data_edge in case.data_edges:
         if answer.exposed.get((data_edge.writer, data_edge.reader, data_edge.buffer), 0.0) > 0:
             data_edge.exposed_by.append(arm)
+
+
+POWER = 0.95
+
+
+def power_window(controls: list[ControlResult]) -> float | None:
+    """The smallest tested window from which on every control that can be caught is caught again with 95 % probability.
+
+    Controls that no window can show (unpromised by the rules) have no say.
+    """
+    families: dict[tuple[str, ...], dict[float, ControlResult]] = {}
+    for c in controls:
+        families.setdefault((c.fault, c.variant, c.writer, c.reader, c.buffer), {})[c.delay_us] = c
+    window = None
+    for members in families.values():
+        if not any(c.expected == "caught" for c in members.values()):
+            continue
+        strong = None
+        for delay in sorted(members, reverse=True):
+            if reproducibility(members[delay].kills, max(members[delay].replays, 1)) < POWER:
+                break
+            strong = delay
+        if strong is None:
+            return None
+        window = max(strong, window or 0.0)
+    return window
 
 
 def _take_error(case: CaseResult, job: Job, error: PdlStressError) -> None:

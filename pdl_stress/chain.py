@@ -8,12 +8,12 @@ test as well.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
-from math import prod
 from typing import Any
 
 from .contract import KernelContract, Trigger, Wait
@@ -258,8 +258,11 @@ class Chain:
         _check_name("buffer", name)
         if name in self.buffers:
             raise UsageError(f"buffer {name!r} exists already in chain {self.name!r}.")
-        shape = tuple(int(size) for size in shape)
-        if not shape or prod(shape) <= 0:
+        try:
+            shape = tuple(operator.index(size) for size in shape)
+        except TypeError:
+            raise UsageError(f"buffer {name!r}: shape {shape!r}; expected a tuple of whole numbers.") from None
+        if not shape or min(shape) < 1:
             raise UsageError(f"buffer {name!r}: shape {shape}; expected at least one element.")
         self.buffers[name] = Buffer(name, shape, str(dtype).removeprefix("torch."), role, make)
         return self.buffers[name]
@@ -319,7 +322,8 @@ class Chain:
         """Raises UsageError unless the chain can be run: it has an input, a step, and every buffer is used."""
         if not self._steps or not self.inputs:
             raise UsageError(f"chain {self.name!r}: it needs at least one input and one step.")
-        used = {view.buffer.name for step in self.steps for view in step.operands.values()}
+        # What the producer alone writes is used by nothing: such a chain has no data edge, and nothing would be tested.
+        used = {view.buffer.name for step in self.steps if not step.source for view in step.operands.values()}
         if unused := set(self.buffers) - used:
             raise UsageError(f"chain {self.name!r}: no step uses {sorted(unused)}.")
 
@@ -347,6 +351,13 @@ class Chain:
             fields = dict(changes.get(step.name, {}))
             delay_us = fields.pop("delay_us", step.delay_us)
             other._steps.append(replace(step, op=step.op.rebuilt(**fields), delay_us=delay_us))
+        return other
+
+    def modelled(self) -> Chain:
+        """The same chain with every op rebuildable: the model varies contracts, and needs no kernels that follow."""
+        other = Chain(self.name, self.title)
+        other.buffers = self.buffers
+        other._steps = [replace(step, op=replace(step.op, waits=frozenset(Wait))) for step in self.steps]
         return other
 
 

@@ -37,7 +37,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-console = Console(highlight=False)
+# Tables need room; where nobody looks at a terminal there is no width to respect.
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 118)
 
 
 def main() -> None:
@@ -89,7 +90,7 @@ def run(
         str, typer.Option(help=f"Rule set of the model: {', '.join(model.RULE_SETS)}.")
     ] = model.DOCUMENTED.name,
     controls: Annotated[
-        str, typer.Option(help="all, none, or fault ids separated by commas, such as F00,F02.")
+        str, typer.Option(help="all, none, or faults separated by commas, such as F00@q_norm,F02.")
     ] = "all",
     delays: Annotated[
         str, typer.Option(help="Microseconds between trigger and stores, separated by commas; 'all': 0,1,2,10,100.")
@@ -115,9 +116,9 @@ def run(
         if not chains:
             built = [c for c in built if _has_step(c, planted)] or built[:1]
             plant(built[0], planted)
-    folder = _folder(out, force)
     if machine not in ("auto", "cuda", "model"):
         raise UsageError(f"unknown machine {machine!r}; expected auto, cuda or model.")
+    folder = _folder(out, force)
 
     from .cuda.device import environment
 
@@ -283,13 +284,13 @@ def list_() -> None:
         table.add_column(name)
     for name in catalog.names():
         chain = catalog.load(name)
-        table.add_row(name, chain.title, " -> ".join(step.name for step in chain.steps))
+        table.add_row(name, escape(chain.title), " -> ".join(step.name for step in chain.steps))
     console.print(table)
     table = Table(title="faults (--controls, --plant)", title_justify="left")
     for name in ("id", "what is broken"):
         table.add_column(name)
     for fault in FAULTS.values():
-        table.add_row(fault.id, fault.title)
+        table.add_row(escape(fault.id), escape(fault.title))
     console.print(table)
     console.print(f"ops: {', '.join(OPS)}\nrule sets: {', '.join(model.RULE_SETS)}")
 

@@ -72,7 +72,8 @@ class KernelContract:
             dependent grid from its start (R3).
 
     Raises:
-        UsageError: an independent operand that is neither read nor written, or a kernel that touches nothing.
+        UsageError: an independent operand that is neither read nor written, a kernel that touches nothing, or a word
+            that is no wait or trigger.
     """
 
     reads: tuple[str, ...] = ()
@@ -85,13 +86,16 @@ class KernelContract:
     def __post_init__(self) -> None:
         for field in ("reads", "writes", "independent"):
             value = getattr(self, field)
-            if isinstance(value, str) or not all(isinstance(name, str) for name in value):
+            if not isinstance(value, (tuple, list)) or not all(isinstance(name, str) for name in value):
                 raise UsageError(
                     f"contract: `{field}` is {value!r}; expected a tuple of operand names, for example ('input',)."
                 )
             object.__setattr__(self, field, tuple(value))
-        object.__setattr__(self, "wait", Wait(self.wait))
-        object.__setattr__(self, "trigger", Trigger(self.trigger))
+        for field, words in (("wait", Wait), ("trigger", Trigger)):
+            value = getattr(self, field)
+            if value not in list(words):
+                raise UsageError(f"contract: `{field}` is {value!r}; expected one of {', '.join(words)}.")
+            object.__setattr__(self, field, words(value))
         if not self.operands:
             raise UsageError("contract: it names no operand; list what the kernel reads and writes.")
         unknown = [name for name in self.independent if name not in self.operands]

@@ -72,7 +72,9 @@ class Control:
 
     def expectation(self, chain: Chain) -> model.Expectation:
         """What the control must show on ``chain`` (unchanged), from the rules; see :data:`MUST_CATCH_US`."""
-        expectation = model.expect(self.apply(chain), self.edge)
+        return self._in_its_window(model.expect(self.apply(chain), self.edge))
+
+    def _in_its_window(self, expectation: model.Expectation) -> model.Expectation:
         if expectation.expected == "caught" and self.delay_us < MUST_CATCH_US:
             reason = f"a window of {self.delay_us:g} us is below {MUST_CATCH_US:g} us: counted for the power curve"
             return model.Expectation("unpromised", reason)
@@ -180,7 +182,9 @@ def attacked_edges(chain: Chain, fault: Fault) -> list[DataEdge]:
 
 
 def plan_controls(chain: Chain, ids: tuple[str, ...] | None, delays_us: tuple[float, ...]) -> list[Control]:
-    """All controls of ``chain`` for the faults ``ids`` (``None``: every one) and delays, in catalogue order.
+    """All controls of ``chain`` for the faults ``ids`` and delays, in catalogue order.
+
+    Of ``ids`` each is a ``FAULT``, or ``FAULT@STEP`` for the edges that STEP reads; ``None``: every fault everywhere.
 
     Controls that an op of the chain cannot be rebuilt for are left out.
 
@@ -190,6 +194,8 @@ def plan_controls(chain: Chain, ids: tuple[str, ...] | None, delays_us: tuple[fl
     controls = []
     for fault in select_faults(ids):
         for edge in attacked_edges(chain, fault):
+            if not _is_wanted(ids, fault, edge):
+                continue
             for delay_us in delays_us:
                 for control in fault.plan(chain, edge, delay_us):
                     try:
@@ -200,14 +206,29 @@ def plan_controls(chain: Chain, ids: tuple[str, ...] | None, delays_us: tuple[fl
     return controls
 
 
+def expectations(chain: Chain, controls: list[Control]) -> list[tuple[Control, model.Expectation]]:
+    """Each control with its expectation. The model knows no time, so controls that differ in the window share one."""
+    known: dict[tuple[str, str, DataEdge], model.Expectation] = {}
+    for control in controls:
+        key = (control.fault, control.variant, control.edge)
+        if key not in known:
+            known[key] = model.expect(control.apply(chain), control.edge)
+    return [(c, c._in_its_window(known[c.fault, c.variant, c.edge])) for c in controls]
+
+
 def select_faults(ids: tuple[str, ...] | None) -> list[Fault]:
-    """The faults of these ids, in catalogue order. Raises UsageError for an unknown one."""
+    """The faults of these ids, each ``FAULT`` or ``FAULT@STEP``, in catalogue order. UsageError for an unknown one."""
     if ids is None:
         return list(FAULTS.values())
-    unknown = [name for name in ids if name not in FAULTS]
+    wanted = [name.partition("@")[0] for name in ids]
+    unknown = [name for name in wanted if name not in FAULTS]
     if unknown:
         raise UsageError(f"unknown fault {unknown[0]!r}; the catalogue has {', '.join(FAULTS)}.")
-    return [fault for fault in FAULTS.values() if fault.id in ids]
+    return [fault for fault in FAULTS.values() if fault.id in wanted]
+
+
+def _is_wanted(ids: tuple[str, ...] | None, fault: Fault, edge: DataEdge) -> bool:
+    return ids is None or fault.id in ids or f"{fault.id}@{edge.reader}" in ids
 
 
 def plant(chain: Chain, text: str, delay_us: float = MUST_CATCH_US) -> Control:
@@ -224,19 +245,21 @@ def plant(chain: Chain, text: str, delay_us: float = MUST_CATCH_US) -> Control:
     (fault,) = select_faults((fault_id,))
     _ = chain[step_name]
     for edge in attacked_edges(chain, fault):
-        if edge.reader == step_name:
-            for control in fault.plan(chain, edge, delay_us):
-                if control.expectation(chain).expected == "caught":
-                    return control
-    possible = sorted({edge.reader for edge in attacked_edges(chain, fault) if _applies(chain, fault, edge, delay_us)})
+        if edge.reader == step_name and (control := _first_caught(chain, fault, edge, delay_us)):
+            return control
+    possible = sorted({e.reader for e in attacked_edges(chain, fault) if _first_caught(chain, fault, e, delay_us)})
     raise UsageError(
         f"--plant {text!r}: {fault_id} ({fault.title}) cannot be caught at {step_name!r} of {chain.name!r}; "
         f"steps where it can: {', '.join(possible) or 'none'}."
     )
 
 
-def _applies(chain: Chain, fault: Fault, edge: DataEdge, delay_us: float) -> bool:
-    try:
-        return any(c.expectation(chain).expected == "caught" for c in fault.plan(chain, edge, delay_us))
-    except UnsupportedVariant:
-        return False
+def _first_caught(chain: Chain, fault: Fault, edge: DataEdge, delay_us: float) -> Control | None:
+    """The fault's first control on the edge that must be caught; ``None`` if there is none, or an op cannot take it."""
+    for control in fault.plan(chain, edge, delay_us):
+        try:
+            if control.expectation(chain).expected == "caught":
+                return control
+        except UnsupportedVariant:
+            continue
+    return None

@@ -94,7 +94,8 @@ def delayed_changes(chain: Chain, step: str, delay_us: float) -> dict[str, dict[
     for edge in chain.data_edges:
         if edge.writer == step:
             for name, fields in perturbation(edge, delay_us).items():
-                changes.setdefault(name, dict(fields))
+                if chain[name].op.rebuildable:  # another one keeps its trigger, and the edge may stay unexposed
+                    changes.setdefault(name, dict(fields))
     return changes
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .contract import KernelContract, Trigger, Wait
-from .errors import UnsupportedVariant
+from .errors import UnsupportedVariant, UsageError
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -92,8 +92,8 @@ def op(
     reads: Iterable[str] = (),
     writes: Iterable[str] = (),
     independent: Iterable[str] = (),
-    wait: Wait | str = Wait.ALL,
-    trigger: Trigger | str = Trigger.AFTER_STORES,
+    wait: Wait = Wait.ALL,
+    trigger: Trigger = Trigger.AFTER_STORES,
     fence: bool = False,
     name: str | None = None,
     kernels: Iterable[str] = (),
@@ -103,10 +103,16 @@ def op(
     Args as in :class:`~pdl_stress.contract.KernelContract`. The callable is called with its operands by name and
     ``pdl`` (bool).
     """
-    contract = KernelContract(tuple(reads), tuple(writes), tuple(independent), Wait(wait), Trigger(trigger), fence)
+    contract = KernelContract(_listed(reads), _listed(writes), _listed(independent), wait, trigger, fence)
 
     def declare(run: Run) -> Op:
         label = name or str(getattr(run, "__name__", "op"))
         return Op(label, contract, run, contract, kernels=tuple(kernels) or (label,))
 
     return declare
+
+
+def _listed(names: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(names, str):  # tuple("out") would be three operands
+        raise UsageError(f"contract: operands {names!r}; expected a tuple of names, for example ({names!r},).")
+    return tuple(names)

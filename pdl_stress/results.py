@@ -124,6 +124,9 @@ class CaseResult:
     reasons: list[str] = field(default_factory=list)
     arms: list[ArmResult] = field(default_factory=list)
     replays_per_second: float | None = None
+    window_us: float | None = None
+    """The power of the run: from this window between trigger and stores on, every kind of broken twin was caught often
+    enough to be caught again with 95 % probability. What a PASS is worth. ``None``: no window was that telling."""
     pool: int | None = None
     edges: list[EdgeResult] = field(default_factory=list)
     data_edges: list[DataEdgeResult] = field(default_factory=list)

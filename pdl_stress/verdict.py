@@ -115,13 +115,26 @@ def _judge_controls(case: CaseResult) -> list[tuple[Outcome, str]]:
             found.append(
                 (Outcome.FAIL, f"control {name} must be clean, and {control.kills} of {control.replays} replays differ")
             )
-    perturbed = {(arm.step, arm.delay_us) for arm in case.arms}
-    for writer, delay in {(c.writer, c.delay_us) for c in case.controls if c.verdict == "caught" and c.fault != "F28"}:
-        if (writer, delay) not in perturbed:
-            found.append(
-                (Outcome.INCONCLUSIVE, f"no clean arm delays {writer} by {delay:g} us, where controls were caught")
-            )
-    return found + _uncovered(case, "caught", Outcome.INCONCLUSIVE)
+        elif control.expected == "clean" and (control.verdict != "clean" or not control.replays or control.note):
+            text = f"{control.verdict or 'no verdict'} after {control.replays} replays; {control.note}".rstrip("; ")
+            found.append((Outcome.INCONCLUSIVE, f"control {name} must be shown clean and was not: {text}"))
+    return found + _unperturbed(case) + _uncovered(case, "caught", Outcome.INCONCLUSIVE)
+
+
+def _unperturbed(case: CaseResult) -> list[tuple[Outcome, str]]:
+    """Perturbations that showed a fault and that no clean arm ran under; a writer that only the control has
+    (F28's late source) must have a clean twin instead."""
+    arms = {(arm.step, arm.delay_us) for arm in case.arms}
+    delayed = {arm.step for arm in case.arms}
+    twins = {(c.writer, c.delay_us) for c in case.controls if c.expected == "clean"}
+    told = sorted(
+        {(c.writer, c.delay_us) for c in case.controls if c.kills and c.delay_us > 0 and c.expected != "clean"}
+    )
+    return [
+        (Outcome.INCONCLUSIVE, f"no clean arm delays {writer} by {delay:g} us, where controls were caught")
+        for writer, delay in told
+        if (writer, delay) not in (arms if writer in delayed else arms | twins)
+    ]
 
 
 def _uncovered(case: CaseResult, wanted: str, outcome: Outcome) -> list[tuple[Outcome, str]]:
@@ -130,6 +143,8 @@ def _uncovered(case: CaseResult, wanted: str, outcome: Outcome) -> list[tuple[Ou
     covered = {(c.writer, c.reader, c.buffer) for c in case.controls if c.expected == "caught" and c.verdict == wanted}
     missing = [e for e in case.data_edges if (e.writer, e.reader, e.buffer) not in covered]
     found = [(outcome, f"no control was {wanted} on {e.writer}->{e.reader} through {e.buffer}") for e in missing]
+    if not case.data_edges:
+        found.append((outcome, "the chain has no data edge, so there was nothing to test"))
     return found + [
         (outcome, f"control {c.fault} ({c.variant}) on {c.writer}->{c.reader} must be {wanted} and was not")
         for c in case.controls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def check_out(op: str, out: torch.Tensor, rows: int, columns: int) -> None:
     check_shape(op, "out", out, (rows, columns), "rows of x by columns of the result")
     if rows > 1 and out.stride(0) < columns:
         raise ValueError(
-            f"{op}: rows of out overlap (row stride {out.stride(0)}, {columns} columns); pass a tensor with separate rows"
+            f"{op}: rows of out overlap (row stride {out.stride(0)}, {columns} columns); pass separate rows"
         )
 
 
@@ -69,4 +70,10 @@ def check_pdl(op: str, behaviour: Behaviour, delay_ns: int, stamps: torch.Tensor
 
 def current_stream(device: int) -> int:
     """The raw handle of the caller's current stream on `device`."""
+    if _raw_stream is not None:
+        return int(_raw_stream(device))
     return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+# What torch's own generated code calls: it makes no Stream object. Absent from builds without CUDA.
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)

@@ -12,11 +12,11 @@ from fusions.ops.native import Behaviour
 
 
 class LaunchError(RuntimeError):
-    """The CUDA driver refused a call. The message names the call and the driver's error; the device may need a new process."""
+    """The CUDA driver refused a call; the message names the call and the error. The device may need a new process."""
 
 
 class Arguments:
-    """Storage for a kernel's parameters (`fields`), and the address of the array of pointers to them that the driver reads."""
+    """Storage for a kernel's parameters (`fields`), and the `address` of the pointers to them that the driver reads."""
 
     def __init__(self, parameters: type[ctypes.Structure]) -> None:
         self.fields: Any = parameters()
@@ -29,8 +29,8 @@ class Arguments:
 class Launcher:
     """One kernel of one behaviour on one device.
 
-    `shared_limit` is the dynamic shared memory a launch may ask for, in bytes. `handle` is the driver's CUkernel, which graph nodes
-    take too; it lives as long as this object.
+    `shared_limit` is the dynamic shared memory a launch may ask for, in bytes. `handle` is the driver's CUkernel, which
+    graph nodes take too; it lives as long as this object.
     """
 
     def __init__(self, kernel: str, behaviour: Behaviour, device: int, parameters: type[ctypes.Structure]) -> None:
@@ -43,8 +43,8 @@ class Launcher:
         capability = self._device.compute_capability
         if capability.major < 9:
             raise ValueError(
-                f"{kernel} needs a GPU of compute capability 9.0 or higher for programmatic dependent launch; device {device} has "
-                f"{capability.major}.{capability.minor}"
+                f"{kernel} needs a GPU of compute capability 9.0 or higher for programmatic dependent launch; device "
+                f"{device} has {capability.major}.{capability.minor}"
             )
         code = native.cubin(kernel, behaviour, f"sm_{capability.major}{capability.minor}a")
         self._object = ObjectCode.from_cubin(code, name=kernel)  # keeps the kernel loaded
@@ -116,7 +116,7 @@ class Launcher:
 
 @functools.cache
 def launcher(kernel: str, behaviour: Behaviour, device: int, parameters: type[ctypes.Structure]) -> Launcher:
-    """The launcher of `kernel` compiled for `behaviour`; compiles and loads it on first use, so warm up before a capture."""
+    """The launcher of `kernel` for `behaviour`; compiles and loads it on first use, so warm up before a capture."""
     return Launcher(kernel, behaviour, device, parameters)
 
 

@@ -24,7 +24,7 @@ _MAGIC = b"pdl-stress cubin 1\n"
 
 @dataclass(frozen=True)
 class Behaviour:
-    """The PDL behaviour a native kernel is compiled for: one source, marked points, the same parameters in every variant.
+    """The PDL behaviour a native kernel is compiled for: one source, marked points, the same parameters throughout.
 
     wait: which threads execute the wait, and where.
         all       every thread, before its first global read of a dependent operand
@@ -34,10 +34,10 @@ class Behaviour:
         branch    under `if (flag)`, a kernel parameter (fault F05 where flag is 0)
         late      after the dependent reads (fault F01)
         never     no wait (fault F02)
-    trigger: none, entry, after_wait (in the waiting threads), before_stores, or after_stores (after all stores of the CTA).
+    trigger: none, entry, after_wait (in the waiting threads), before_stores, or after_stores (all of the CTA's).
     fence: a device-scope fence directly before the trigger.
-    early_weights: tinygemm2 fetches weights and bias before the wait (deployed); False: every thread that reads them is ordered
-        behind a wait too. rmsnorm always reads its weight after the wait.
+    early_weights: tinygemm2 fetches weights and bias before the wait (deployed); False: every thread that reads them is
+        ordered behind a wait too. rmsnorm always reads its weight after the wait.
     delay: the delay point is compiled in: the storing threads pass `delay_ns` directly before their stores.
     stamps: time stamps are compiled in.
 
@@ -69,9 +69,9 @@ class Behaviour:
             )
 
 
-# As the kernels are used in a model. rmsnorm: every thread waits before its first read, x and weight alike, and the CTA triggers
-# once all its stores are done. tinygemm2: weights and bias are fetched before the wait; the warps that load x wait, and trigger
-# directly behind their wait.
+# As the kernels are used in a model. rmsnorm: every thread waits before its first read, x and weight alike, and the CTA
+# triggers once all its stores are done. tinygemm2: weights and bias are fetched before the wait; the warps that load x
+# wait, and trigger directly behind their wait.
 DEPLOYED = {
     "rmsnorm": Behaviour(wait="all", trigger="after_stores"),
     "tinygemm2": Behaviour(wait="loaders", trigger="after_wait"),

@@ -40,15 +40,16 @@ def rmsnorm(
     flag: int = 0,
     stamps: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out[m, :] = x[m, :] * rsqrt(mean(x[m, :]^2) + eps) * weight, in FP32, rounded once to BF16; `out` may be `x` itself.
+    """out[m, :] = x[m, :] * rsqrt(mean(x[m, :]^2) + eps) * weight in FP32, rounded once to BF16.
 
-    x: BF16 [M, H], any row stride, unit last stride, any alignment. weight: BF16 [H] contiguous. out: BF16 [M, H], rows apart.
-    The result is deterministic, and depends neither on M nor on strides and alignment. Its order of operations is meant to be that of
-    FlashInfer's CUDA RMSNorm: the bits agree wherever no operand or intermediate is subnormal (that library flushes those).
+    x: BF16 [M, H], any row stride, unit last stride, any alignment. weight: BF16 [H] contiguous. out: BF16 [M, H] with
+    separate rows; may be `x` itself. The result is deterministic, and depends not on M, strides or alignment.
+    Its order of operations is meant to be that of FlashInfer's CUDA RMSNorm: the bits agree wherever no operand or
+    intermediate is subnormal (that library flushes those).
 
-    pdl: launch with the PDL attribute. behaviour: the PDL behaviour compiled in. delay_ns, flag, stamps (four 64-bit integers set
-    to [max, max, 0, 0] by the caller): parameters of every behaviour, read by those compiled to.
-    M = 0 launches nothing. Not differentiable. Raises ValueError for arguments outside this and for a GPU older than sm_90.
+    pdl: launch with the PDL attribute. behaviour: the PDL behaviour compiled in. delay_ns, flag, stamps (four 64-bit
+    integers set to [max, max, 0, 0] by the caller): parameters of every behaviour, read by those compiled to.
+    M = 0 launches nothing. Not differentiable. Raises ValueError for other arguments and for a GPU older than sm_90.
     """
     arguments.check_rows("rmsnorm", "x", x)
     rows, width = x.shape

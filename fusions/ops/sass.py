@@ -1,11 +1,11 @@
 """What a native kernel's machine code holds of PDL, read from the cubin itself: no disassembler, no GPU.
 
-Compilers undo and add things; a control whose fault was compiled away proves nothing. `verify` compares the machine code of a variant
-with what its behaviour says.
+Compilers undo and add things; a control whose fault was compiled away proves nothing. `verify` compares the machine
+code of a variant with what its behaviour says.
 
-Facts behind the reader (compared with nvdisasm for sm_90a, 100a, 103a, 120a): a cubin is a little-endian ELF64 file; a kernel's
-code is the section `.text.<kernel>`; an instruction is an aligned slot of 16 bytes whose low 12 bits name it; bits 12 to 15 are its
-guard predicate (7: always, 15: never).
+Facts behind the reader (compared with nvdisasm for sm_90a, 100a, 103a, 120a): a cubin is a little-endian ELF64 file; a
+kernel's code is the section `.text.<kernel>`; an instruction is an aligned slot of 16 bytes whose low 12 bits name it;
+bits 12 to 15 are its guard predicate (7: always, 15: never).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SassMismatch(AssertionError):
 
 
 class Instruction(NamedTuple):
-    """opcode: its name where `OPCODES` knows it, else its 12 bits in hexadecimal. offset: in bytes, from the kernel's start."""
+    """opcode: its name where `OPCODES` knows it, else its 12 bits in hexadecimal. offset: bytes from the start."""
 
     opcode: str
     predicated: bool
@@ -43,8 +43,8 @@ class Instruction(NamedTuple):
 class PdlCensus:
     """How often the instructions that matter to PDL stand in a kernel's code (not: how often they run).
 
-    Loads and stores are the global ones, TMA apart. *Before* and *after* speak of offsets relative to the first wait or trigger; where
-    there is none, everything counts as before. Offset order is path order only in straight code.
+    Loads and stores are the global ones, TMA apart. *Before* and *after* speak of offsets relative to the first wait or
+    trigger; where there is none, everything counts as before. Offset order is path order only in straight code.
     """
 
     waits: int
@@ -121,8 +121,8 @@ def pdl_census(cubin: bytes) -> PdlCensus:
 def expected_census(kernel: str, behaviour: Behaviour) -> dict[str, range]:
     """What the census of a variant may be, by field: those fields whose value follows from the behaviour.
 
-    Not covered, because offset order says nothing there: whether tinygemm2's TMA loads of x come after the wait, and that the
-    barrier of `barrier` stands behind the wait.
+    Not covered, because offset order says nothing there: whether tinygemm2's TMA loads of x come after the wait, and
+    that the barrier of `barrier` stands behind the wait.
     """
     native.validate(kernel, behaviour)
     none, some, many = range(1), range(1, _MANY), range(_MANY)
@@ -149,7 +149,7 @@ def expected_census(kernel: str, behaviour: Behaviour) -> dict[str, range]:
 
 
 def _wait_sites(kernel: str, behaviour: Behaviour) -> int:
-    """How many waits the source holds: one for x; where other warps wait for weights and bias as well, one more for each."""
+    """How many waits the source holds: one for x; two more where other warps wait for the weights and the bias."""
     if behaviour.wait == "never":
         return 0
     if kernel == "rmsnorm" or behaviour.wait in ("barrier", "one_warp"):
@@ -169,7 +169,7 @@ def verify(kernel: str, behaviour: Behaviour, arch: str = "sm_90a") -> PdlCensus
 def check(census: PdlCensus, expected: dict[str, range], what: str) -> None:
     """Raises SassMismatch, which lists every field of `census` that is not as expected."""
     wrong = [
-        f"{field} is {getattr(census, field)}, expected {allowed.start if len(allowed) == 1 else f'{allowed.start} or more'}"
+        f"{field} is {getattr(census, field)}, expected {allowed.start}{'' if len(allowed) == 1 else ' or more'}"
         for field, allowed in expected.items()
         if getattr(census, field) not in allowed
     ]

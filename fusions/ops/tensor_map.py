@@ -14,11 +14,11 @@ BOX_COLUMNS = 64  # 128 bytes of BF16: the width of the swizzle
 
 @functools.lru_cache(maxsize=1024)
 def tensor_map(address: int, rows: int, columns: int, row_stride: int, box_rows: int) -> Any:
-    """The 128 bytes of a tensor map for a BF16 matrix, read in boxes of `box_rows` x 64; rows and columns outside read as zero.
+    """The 128 bytes of a tensor map for a BF16 matrix, read in boxes of `box_rows` x 64; outside it reads as zero.
 
     address: 16-byte aligned. row_stride: in elements, a multiple of 8. Raises LaunchError where the driver refuses it.
     """
-    # Not through cuda.bindings' wrapper: its result object need not lie at the 64-byte boundary that the driver demands.
+    # Not through cuda.bindings' wrapper: its result need not lie at the 64-byte boundary that the driver demands.
     storage = (ctypes.c_uint64 * 24)()
     offset = -ctypes.addressof(storage) % 64
     encoded = (ctypes.c_uint64 * 16).from_buffer(storage, offset)
@@ -38,7 +38,7 @@ def tensor_map(address: int, rows: int, columns: int, row_stride: int, box_rows:
     )
     if error:
         raise LaunchError(
-            f"cuTensorMapEncodeTiled failed with error {error} for {rows} x {columns}, row stride {row_stride}, address {address:#x}"
+            f"cuTensorMapEncodeTiled: error {error} for {rows} x {columns} at {address:#x}, row stride {row_stride}"
         )
     return encoded
 

@@ -46,16 +46,17 @@ def tinygemm2(
 ) -> torch.Tensor:
     """out[M, N] = x[M, K] @ weight[N, K]^T (+ bias[N]), BF16 in and out, FP32 accumulation, rounded once.
 
-    x, weight: BF16, 16-byte aligned, unit last stride, row stride a multiple of 8 and at least K. bias: BF16 [N] contiguous.
-    out: BF16 [M, N] with separate rows, unit last stride, any alignment; must not overlap x. K % 64 == 0, N % 16 == 0.
-    Deterministic: an element's bits depend on its own row of x, row of weight and bias alone, not on M, N, strides or `pdl`. K is
-    summed by four warps (warp w: k in [1024 i + 256 w, + 256), ascending), then ((w0 + w1) + w2) + w3, then bias: the order of
-    TensorRT-LLM's and FlashInfer's kernel of this name.
+    x, weight: BF16, 16-byte aligned, unit last stride, row stride a multiple of 8 and at least K. bias: BF16 [N]
+    contiguous. out: BF16 [M, N] with separate rows, unit last stride, any alignment; must not overlap x. K % 64 == 0,
+    N % 16 == 0. Deterministic: an element's bits depend on its own row of x, row of weight and bias alone, not on M, N,
+    strides or `pdl`. K is summed by four warps (warp w: k in [1024 i + 256 w, + 256), ascending), then
+    ((w0 + w1) + w2) + w3, then bias: the order of TensorRT-LLM's and FlashInfer's kernel of this name.
 
-    pdl: launch with the PDL attribute. By contract weight and bias are independent operands: as deployed they are read before the
-    wait, so no kernel in flight may write them. behaviour: the PDL behaviour compiled in. delay_ns, flag, stamps (four 64-bit
-    integers set to [max, max, 0, 0] by the caller): parameters of every behaviour, read by those compiled to.
-    M = 0 launches nothing. Not differentiable. Raises ValueError for arguments outside this and for a GPU older than sm_90.
+    pdl: launch with the PDL attribute. By contract weight and bias are independent operands: as deployed they are read
+    before the wait, so no kernel in flight may write them. behaviour: the PDL behaviour compiled in. delay_ns, flag,
+    stamps (four 64-bit integers set to [max, max, 0, 0] by the caller): parameters of every behaviour, read by those
+    compiled to. M = 0 launches nothing. Not differentiable. Raises ValueError for other arguments and for a GPU older
+    than sm_90.
     """
     arguments.check_rows("tinygemm2", "x", x)
     arguments.check_rows("tinygemm2", "weight", weight)
@@ -113,8 +114,8 @@ def _row_stride(name: str, tensor: torch.Tensor) -> int:
     stride = tensor.stride(0)
     if stride % 8 or stride < width:
         raise ValueError(
-            f"tinygemm2: rows of {name} are {stride} elements apart, expected a multiple of 8 and at least K = {width}; pass "
-            f"{name}.contiguous()"
+            f"tinygemm2: rows of {name} are {stride} elements apart, expected a multiple of 8, at least K = {width}; "
+            f"pass {name}.contiguous()"
         )
     return stride
 
@@ -123,12 +124,12 @@ tinygemm2.DEPLOYED = DEPLOYED  # type: ignore[attr-defined]  # `ops.tinygemm2` n
 
 
 def _ring(width: int, shared_limit: int) -> tuple[int, int]:
-    """Stages of the ring (a multiple of 4: each compute warp owns every fourth), and the dynamic shared memory it takes."""
+    """Stages of the ring (a multiple of 4: each compute warp owns every fourth), and the shared memory they take."""
     align = 1024
     turns = (width + 1023) // 1024
     stages = min(_MAX_STAGES, 4 * turns, (shared_limit - align) // _STAGE_BYTES // 4 * 4)
     if stages < 4:
         raise ValueError(
-            f"tinygemm2: this GPU gives {shared_limit} bytes of shared memory a CTA, expected {4 * _STAGE_BYTES + align}"
+            f"tinygemm2: a CTA has {shared_limit} bytes of shared memory on this GPU, needed {4 * _STAGE_BYTES + align}"
         )
     return stages, stages * _STAGE_BYTES + align

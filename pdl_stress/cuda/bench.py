@@ -35,6 +35,7 @@ class Captured:
     owner: Any
     raw: Any
     chain: Chain
+    unroll: int
     cold: bool
     back_to_back: bool
     last: dict[tuple[int, str], Any] = field(default_factory=dict)
@@ -93,10 +94,19 @@ class Bench:
 
     # -- capture -----------------------------------------------------------------------------------------------------
 
-    def capture(self, chain: Chain, *, cold: bool = False, back_to_back: bool = False, stamps: Any = None) -> Captured:
-        """Captures ``unroll`` replays of ``chain`` (this bench's chain, or a variant of it).
+    def capture(
+        self,
+        chain: Chain,
+        *,
+        unroll: int | None = None,
+        cold: bool = False,
+        back_to_back: bool = False,
+        stamps: Any = None,
+    ) -> Captured:
+        """Captures several replays of ``chain`` (this bench's chain, or a variant of it) in one graph.
 
         Args:
+            unroll: replays, if not the bench's own number; not for cold or back-to-back graphs.
             cold: rotate weight sets so that weights come from memory, not from the L2.
             back_to_back: see the module.
             stamps: int64 CUDA tensor ``[unroll, steps, 4]`` to stamp into, or ``None``.
@@ -109,9 +119,9 @@ class Bench:
             self._warm_up(chain, stamps)
             graph = torch.cuda.CUDAGraph(keep_graph=True)
             graph.capture_begin(capture_error_mode="thread_local")
-            captured = Captured(graph, None, chain, cold, back_to_back)
+            captured = Captured(graph, None, chain, unroll or self.unroll, cold, back_to_back)
             try:
-                for replay in range(self.unroll):
+                for replay in range(captured.unroll):
                     self._replay(captured, replay, stamps)
                     if not back_to_back:
                         self._boundary(captured)
@@ -127,13 +137,12 @@ class Bench:
         """Loads every kernel of the variant: modules must not be loaded while a stream is capturing."""
         import torch
 
-        constants = self.memory.constants[0]
         for index, step in enumerate(chain.steps):
             row = None if stamps is None else stamps[0, index]
             if step.source:
                 self._source(step, 0, row, pdl=False)
             else:
-                launch(step, self.memory.operands(step, constants), pdl=False, stamps=row)
+                launch(step, self.memory.operands(step), pdl=False, stamps=row)
         torch.cuda.synchronize()
 
     def _replay(self, captured: Captured, replay: int, stamps: Any) -> None:
@@ -146,7 +155,7 @@ class Bench:
             if step.source:
                 self._source(step, replay if captured.back_to_back else 0, row, pdl=pdl, cold=captured.cold)
             else:
-                launch(step, self.memory.operands(step, sets[replay % len(sets)], slot), pdl=pdl, stamps=row)
+                launch(step, self.memory.operands(step, replay % sets, slot), pdl=pdl, stamps=row)
             captured.last[replay, step.name] = graphs.current_node(self.handle)
 
     def _source(self, step: Step, offset: int, stamps: Any, *, pdl: bool, cold: bool = False) -> None:
@@ -224,7 +233,7 @@ class Bench:
         if not joined:
             return
         final = {int(e.source): e.target for e in graphs.edges(captured.raw) if int(e.target) in captured.boundaries}
-        for replay in range(self.unroll):
+        for replay in range(captured.unroll):
             boundary = final.get(int(captured.last[replay, steps[-1].name]))
             for name in joined if boundary is not None else ():
                 graphs.add_full(captured.raw, captured.last[replay, name], boundary)
@@ -240,7 +249,7 @@ class Bench:
         """
         import torch
 
-        launches = -(-replays // self.unroll)
+        launches = -(-replays // captured.unroll)
         with torch.cuda.stream(self.stream), graphs.Executable(captured.raw) as executable:
             self.prime(captured)
             started = time.perf_counter()
@@ -279,9 +288,10 @@ class Bench:
 
     def _read(self, captured: Captured, launches: int, seconds: float) -> Counts:
         values = dict(zip(COUNTERS, (int(v) % 2**64 for v in self.counters.tolist()), strict=True))
-        host_replays = launches * self.unroll
+        unroll = captured.unroll
+        host_replays = launches * unroll
         start, words = self.memory.output_start, self.memory.words
-        per_launch = self.unroll * (words - start) + start if captured.back_to_back else self.unroll * words
+        per_launch = unroll * (words - start) + start if captured.back_to_back else unroll * words
         agree = values["replay"] == host_replays and values["words"] == launches * per_launch and not values["ticket"]
         first_bad = None if values["first_bad"] == NEVER else values["first_bad"]
         if (first_bad is None) != (values["bad"] == 0):

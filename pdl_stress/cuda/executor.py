@@ -14,6 +14,9 @@ from . import exposure
 from .bench import Bench, Captured
 from .diagnose import diagnose
 
+CONTROL_UNROLL = 8
+"""Replays in a control's graph: hundreds of controls are captured, so capturing dominates their cost."""
+
 
 class Executor:
     """Runs jobs in this process.
@@ -77,10 +80,10 @@ class Executor:
         control = job.control
         chain = control.apply(bench.chain)
         sass = self._verify(chain)
-        counts = bench.run(bench.capture(chain), job.replays)
+        counts = bench.run(bench.capture(chain, unroll=CONTROL_UNROLL), job.replays)
         cause_checked = None
         if counts.mismatches:
-            serialized = bench.capture(chain)
+            serialized = bench.capture(chain, unroll=CONTROL_UNROLL)
             serialized.serialize()
             cause_checked = bench.run(serialized, job.replays).mismatches == 0
         kills = counts.mismatches

@@ -66,6 +66,7 @@ class Memory:
         self.inputs = {b.name: self._random(b, (pool + 1, *b.shape)) for b in chain.inputs}
         self.constants: list[dict[str, Any]] = [self._weights()]
         self.references: dict[bool, Any] = {}
+        self._views: dict[tuple[View, int, int | None], Any] = {}
         self.poison = self._poison_image()
 
     # -- content -----------------------------------------------------------------------------------------------------
@@ -108,12 +109,12 @@ class Memory:
                 raise UsageError(f"buffer {buffer.name!r}: dtype {buffer.dtype} has no poison; use a floating dtype.")
         return image
 
-    def weight_sets(self, cold: bool) -> list[dict[str, Any]]:
-        """The weight sets that a graph's replays rotate over: one, or enough to fill the L2 twice over."""
+    def weight_sets(self, cold: bool) -> int:
+        """How many weight sets a graph's replays rotate over: one, or enough to fill the L2 twice over."""
         import torch
 
         if not cold:
-            return self.constants[:1]
+            return 1
         size = sum(t.numel() * t.element_size() for t in self.constants[0].values()) or 1
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size
         wanted = 1
@@ -122,7 +123,7 @@ class Memory:
         if any(callable(b.make) or b.make is None for b in self.chain.constants):
             while len(self.constants) < wanted:
                 self.constants.append(self._weights())
-        return self.constants[:wanted]
+        return min(wanted, len(self.constants))
 
     def reference(self, cold: bool) -> Any:
         """References of the whole pool, ``[pool, words * 16]`` bytes; made at the first call.
@@ -144,7 +145,7 @@ class Memory:
                 for step in self.chain.steps:
                     if not step.source:
                         torch.cuda.synchronize(self.device)
-                        launch(step, self.operands(step, sets[index % self.unroll % len(sets)]), pdl=False)
+                        launch(step, self.operands(step, index % self.unroll % sets), pdl=False)
                 torch.cuda.synchronize(self.device)
                 made[index].copy_(self.arena)
             torch.cuda.synchronize(self.device)
@@ -179,14 +180,20 @@ class Memory:
         flat = (self.arena if store is None else store)[start : start + size]
         return flat.view(torch_dtype(buffer)).view(buffer.shape)
 
-    def operands(self, step: Step, constants: dict[str, Any], ring_slot: int | None = None) -> dict[str, Any]:
+    def operands(self, step: Step, weight_set: int = 0, ring_slot: int | None = None) -> dict[str, Any]:
         """Tensors for the operands of ``step``. With ``ring_slot`` outputs live in that slot of the ring."""
-        return {name: self._operand(view, constants, ring_slot) for name, view in step.operands.items()}
+        found = {}
+        for name, view in step.operands.items():
+            key = (view, weight_set, ring_slot)  # a capture needs hundreds of views, the same ones every time
+            if key not in self._views:
+                self._views[key] = self._operand(view, weight_set, ring_slot)
+            found[name] = self._views[key]
+        return found
 
-    def _operand(self, view: View, constants: dict[str, Any], ring_slot: int | None) -> Any:
+    def _operand(self, view: View, weight_set: int, ring_slot: int | None) -> Any:
         buffer = view.buffer
         if buffer.role is Role.CONSTANT:
-            return constants[buffer.name][view.slices]
+            return self.constants[weight_set][buffer.name][view.slices]
         start, size = self.layout[buffer.name]
         behind = start - self.output_start * WORD
         if ring_slot is not None and behind >= 0:

@@ -142,7 +142,8 @@ def _nvrtc() -> Finding:
 
 def _headers() -> Finding:
     name = "NVRTC bundled headers"
-    advice = "pip install --upgrade nvidia-cuda-nvrtc; without them, kernels need a toolkit's include folder"
+    # 13.3 is the first NVRTC with them; CUDA builds of torch may pin an older one.
+    advice = "they came with NVRTC 13.3; with an older one, kernels need the include folder of a CUDA toolkit"
     try:
         from cuda.bindings import nvrtc
 

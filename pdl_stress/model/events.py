@@ -158,7 +158,8 @@ class _Builder:
                 triggers[Trigger.ENTRY] = add(Kind.TRIGGER, [(start,)])
             early = access(Kind.READ, contract.reads, True, [start])
             done += early
-            done += access(Kind.WRITE, contract.writes, True, [start, *early])
+            early_writes = access(Kind.WRITE, contract.writes, True, [start, *early])
+            done += early_writes
             wait = add(Kind.WAIT, [(start,), *complete]) if has_wait else start
             done.append(wait)
             ordered = [wait] if contract.wait.orders_dependents else [start]
@@ -173,7 +174,9 @@ class _Builder:
             writes = access(Kind.WRITE, contract.writes, False, before_stores)
             done += writes
             if contract.trigger is Trigger.AFTER_STORES:
-                triggers[Trigger.AFTER_STORES] = add(Kind.TRIGGER, [(n,) for n in (writes or before_stores)])
+                triggers[Trigger.AFTER_STORES] = add(
+                    Kind.TRIGGER, [(n,) for n in (*before_stores, *early_writes, *writes)]
+                )
             exit_ = add(Kind.EXIT, [(n,) for n in (*done, *triggers.values())])
             exits.append(exit_)
             releases.append(self._release(start, triggers, exit_, contract.fence))

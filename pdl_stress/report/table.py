@@ -50,23 +50,25 @@ def print_cases(cases: Iterable[CaseResult], console: Console, *, everything: bo
 
 
 def _table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
+    """An empty table. Names come from users and files, so titles and cells that hold them are escaped."""
+    table = Table(title=escape(title), title_justify="left", title_style="bold")
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return table
 
 
 def summary(cases: list[CaseResult]) -> Table:
-    """One line per chain."""
+    """One line per chain. *Window*: from there on every kind of broken twin is caught with 95 % probability."""
     on_gpu = any(case.machine == "cuda" for case in cases)
-    numbers = ("arms", "replays", "mismatches", "replays/s") if on_gpu else ()
+    numbers = ("arms", "replays", "mismatches", "replays/s", "window") if on_gpu else ()
     tail = ("data edges", "must-catch", "must-be-clean")
     table = _table("chains", "chain", "verdict", *numbers, *tail, right=(*numbers, *tail))
     for case in cases:
-        row = [case.chain, coloured(case.verdict)]
+        row = [escape(case.chain), coloured(case.verdict)]
         if on_gpu:
             rate = f"{case.replays_per_second:,.0f}" if case.replays_per_second else "-"
-            row += [str(len(case.arms)), f"{case.replays:,}", f"{case.mismatches:,}", rate]
+            window = "-" if case.window_us is None else f"{case.window_us:g} us"
+            row += [str(len(case.arms)), f"{case.replays:,}", f"{case.mismatches:,}", rate, window]
         row += [str(len(case.data_edges)), _share(case.controls, "caught"), _share(case.controls, "clean")]
         table.add_row(*row)
     return table
@@ -88,7 +90,7 @@ def controls_summary(controls: list[ControlResult]) -> Table:
     for control in controls:
         groups[control.fault].append(control)
     for fault, members in groups.items():
-        row = [fault, _share(members, "caught"), _share(members, "clean")]
+        row = [escape(fault), _share(members, "caught"), _share(members, "clean")]
         row.append(str(sum(c.expected == "unpromised" for c in members)) if on_gpu else _allowed(members))
         for delay in delays:
             at_risk = {_key(c) for c in members if c.expected == "caught"}
@@ -143,8 +145,8 @@ def _arms(case: CaseResult) -> Table:
     table = _table(f"{case.chain}: clean arms", "arm", "delayed step", *numbers, right=numbers)
     for arm in case.arms:
         table.add_row(
-            arm.name,
-            arm.step or "",
+            escape(arm.name),
+            escape(arm.step or ""),
             "" if arm.delay_us is None else f"{arm.delay_us:g}",
             f"{arm.replays:,}",
             f"{arm.mismatches:,}",
@@ -158,12 +160,11 @@ def _edges(case: CaseResult) -> Table:
     table = _table(f"{case.chain}: edges", "edge", "kind", "overlap as deployed", "overlapped / exposed in")
     for edge in case.edges:
         overlap = "-" if edge.overlap is None else f"{edge.overlap:.0%}"
-        table.add_row(
-            f"{edge.source} -> {edge.target}", f"graph, {edge.kind}", overlap, "; ".join(edge.overlapped_in) or "-"
-        )
+        row = (f"{edge.source} -> {edge.target}", f"graph, {edge.kind}", overlap, "; ".join(edge.overlapped_in) or "-")
+        table.add_row(*map(escape, row))
     for data in case.data_edges:
         exposed = "; ".join(data.exposed_by) or "-"
-        table.add_row(f"{data.writer} -> {data.reader}", f"data, {data.buffer}", "", exposed)
+        table.add_row(*map(escape, (f"{data.writer} -> {data.reader}", f"data, {data.buffer}", "", exposed)))
     return table
 
 
@@ -178,7 +179,8 @@ def _controls(case: CaseResult) -> Table:
     for (fault, variant, writer, reader, _), by_delay in groups.items():
         expected = by_delay[max(by_delay)].expected
         cells = [_cell(by_delay.get(delay)) for delay in delays]
-        table.add_row(fault, variant, f"{writer} -> {reader}", _EXPECTED.get(expected, expected), *cells)
+        names = (fault, variant, f"{writer} -> {reader}", _EXPECTED.get(expected, expected))
+        table.add_row(*map(escape, names), *cells)
     return table
 
 
@@ -189,7 +191,9 @@ def _cell(control: ControlResult | None) -> str:
     if control is None:
         return ""
     text = f"{control.kills}/{control.replays}" if control.replays else control.verdict
-    return f"[bold red]{text} {control.verdict}[/]" if control.verdict in ("missed", "dirty", "error") else text
+    if control.verdict in ("missed", "dirty", "error"):
+        return f"[bold red]{text} {control.verdict}[/]" if control.replays else f"[bold red]{text}[/]"
+    return escape(text)
 
 
 def founding_table(case: CaseResult, writer: str, reader: str) -> Table | None:
@@ -208,8 +212,7 @@ def founding_table(case: CaseResult, writer: str, reader: str) -> Table | None:
     for consumer in ("waits", "does not wait"):
         for place in places:
             cells = [controls.get((f"trigger {place}, consumer {consumer}", delay)) for delay in delays]
-            table.add_row(
-                place, consumer, *[f"{c.kills:,}" if c and c.replays else c.verdict if c else "" for c in cells]
-            )
+            shown = [f"{c.kills:,}" if c and c.replays else c.verdict if c else "" for c in cells]
+            table.add_row(*map(escape, (place, consumer, *shown)))
         table.add_section()
     return table

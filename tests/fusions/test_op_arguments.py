@@ -1,4 +1,4 @@
-"""Arguments that the ops refuse, with what to do about them. No GPU: every check but the device's comes before the device's."""
+"""Arguments that the ops refuse, with what to do about them. No GPU: the device is checked last."""
 
 from __future__ import annotations
 

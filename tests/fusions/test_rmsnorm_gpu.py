@@ -40,7 +40,7 @@ def butterfly(sums):
 
 
 def emulated(x, weight, eps):
-    """The results, bit for bit, for every scale within 4 units in the last place: division and rsqrt are approximate on the GPU."""
+    """The results, bit for bit, for every scale within 4 ulp: division and rsqrt are approximate."""
     rows, width = x.shape
     vec = math.gcd(8, width)
     threads = (min(1024, width // vec) + 31) // 32 * 32

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 SOURCE = r"""
 extern "C" __global__ void hang(const unsigned short* in, unsigned short* out) {
-  volatile int go = 1; while (go) {} out[threadIdx.x] = in[threadIdx.x]; }
+  for (;;) asm volatile("nanosleep.u32 1000;"); out[threadIdx.x] = in[threadIdx.x]; }
 extern "C" __global__ void fault(const unsigned short* in, unsigned short* out) {
   *(volatile int*)16 = 1; out[threadIdx.x] = in[threadIdx.x]; }
 """
@@ -58,7 +58,7 @@ def test_the_campaign_goes_on_after_a_bad_kernel(name: str, monkeypatch: pytest.
     from pdl_stress.cuda import worker as module
 
     monkeypatch.setattr(module, "START_SECONDS", 15.0)
-    plan = Plan(replays=1000, faults=("F02",), delays_us=(10.0,))
+    plan = Plan(replays=1000, faults=("F02", "F07"), delays_us=(10.0,))
     good = load("csa2-fused-m1")
     with Worker(load, time_limit=1.0 if name == "hang" else 10.0) as worker:
         bad = run_on_gpu([load(name)], plan, worker)[0]

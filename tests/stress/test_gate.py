@@ -1,7 +1,7 @@
 """The gate: every shipped chain must PASS, and every control must show what the rules say. INCONCLUSIVE fails.
 
-``pytest tests/stress -m gpu --require-gpu --junitxml=report.xml``; one test per chain, per arm and per control, each with
-its counts as JUnit properties. A chain's campaign runs once, in a child process, when its first test needs it.
+``pytest tests/stress -m gpu --require-gpu --junitxml=report.xml``: one test per chain, per arm and per control, each
+with its counts as JUnit properties. A chain's campaign runs once, in a child process, when its first test needs it.
 """
 
 from __future__ import annotations
