@@ -90,7 +90,8 @@ def stress(
     if not isinstance(built, Chain):
         raise UsageError(f"{built!r} is no Chain; give one, or a function that builds one.")
     built.check()
-    plan = Plan(replays=replays, seed=seed, rules=model.RULE_SETS[rules], faults=controls, delays_us=delays_us)
+    rule_set = model.RULE_SETS[rules]
+    plan = Plan(replays=replays, seed=seed, rules=rule_set, faults=controls, delays_us=delays_us, ops="own")
     if choose_machine(machine) == "model":
         return Verdict(run_on_model([built], plan)[0])
     if isinstance(chain, Chain):

@@ -191,7 +191,7 @@ def run_on_gpu(
                 done += 1
                 try:
                     _take(case, job, executor.execute(job))
-                except PdlStressError as error:
+                except Exception as error:  # an op of the chain may raise anything; it costs its case, not the others
                     _take_error(case, job, error)
             case.seconds += time.monotonic() - started
             case.window_us = power_window(case.controls)
@@ -299,12 +299,13 @@ def power_window(controls: list[ControlResult]) -> float | None:
     return window
 
 
-def _take_error(case: CaseResult, job: Job, error: PdlStressError) -> None:
+def _take_error(case: CaseResult, job: Job, error: Exception) -> None:
+    text = str(error) if isinstance(error, PdlStressError) else f"{type(error).__name__}: {error}"
     if isinstance(job, ControlJob):
         result = _control_result(job.control, model.Expectation(job.expected, job.reason))
-        result.verdict, result.note = "error", str(error)
+        result.verdict, result.note = "error", text
         case.controls.append(result)
     else:
-        case.errors.append(f"{_describe(job)}: {error}")
+        case.errors.append(f"{_describe(job)}: {text}")
         if isinstance(job, ArmJob):
             case.arms.append(ArmResult(job.name, 0, 0, None, job.delay_us, job.step))

@@ -125,7 +125,7 @@ def _unperturbed(case: CaseResult) -> list[tuple[Outcome, str]]:
     """Perturbations that showed a fault and that no clean arm ran under; a writer that only the control has
     (F28's late source) must have a clean twin instead."""
     arms = {(arm.step, arm.delay_us) for arm in case.arms}
-    delayed = {arm.step for arm in case.arms}
+    own = {edge.writer for edge in case.data_edges}
     twins = {(c.writer, c.delay_us) for c in case.controls if c.expected == "clean"}
     told = sorted(
         {(c.writer, c.delay_us) for c in case.controls if c.kills and c.delay_us > 0 and c.expected != "clean"}
@@ -133,7 +133,7 @@ def _unperturbed(case: CaseResult) -> list[tuple[Outcome, str]]:
     return [
         (Outcome.INCONCLUSIVE, f"no clean arm delays {writer} by {delay:g} us, where controls were caught")
         for writer, delay in told
-        if (writer, delay) not in (arms if writer in delayed else arms | twins)
+        if (writer, delay) not in (arms if writer in own else arms | twins)
     ]
 
 

@@ -22,14 +22,14 @@ def check_rows(op: str, name: str, tensor: torch.Tensor, dims: int = 2) -> None:
         raise ValueError(
             f"{op}: {name} has {tensor.dim()} dimensions {tuple(tensor.shape)}, expected {dims}; reshape it"
         )
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(
             f"{op}: the last dimension of {name} has stride {tensor.stride(-1)}, expected 1; call {name}.contiguous()"
         )
 
 
 def check_shape(op: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], why: str) -> None:
-    if tuple(tensor.shape) != shape:
+    if tensor.shape != shape:
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {shape} ({why})")
 
 
@@ -47,10 +47,11 @@ def check_devices(op: str, x: torch.Tensor, others: dict[str, torch.Tensor | Non
     """All on x's CUDA device, whose index is returned."""
     if not x.is_cuda:
         raise ValueError(f"{op}: x is on {x.device}, expected a CUDA device; move it with x.cuda()")
+    device = x.get_device()
     for name, tensor in others.items():
-        if tensor is not None and tensor.device != x.device:
+        if tensor is not None and tensor.get_device() != device:
             raise ValueError(f"{op}: {name} is on {tensor.device} and x on {x.device}; move {name} to {x.device}")
-    return x.get_device()
+    return device
 
 
 def check_pdl(op: str, behaviour: Behaviour, delay_ns: int, stamps: torch.Tensor | None) -> None:

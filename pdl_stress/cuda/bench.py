@@ -9,6 +9,7 @@ outputs go to a ring, and everything is graded at the end.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -127,8 +128,11 @@ class Bench:
                         self._boundary(captured)
                 if back_to_back:
                     self._boundary_of_ring(captured)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # the capture is spoilt, and ending it says so; the cause matters more
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         captured.raw = graph.raw_cuda_graph()
         self._join(captured)
         return captured

@@ -89,4 +89,4 @@ def test_tinygemm2_refuses(changed, message):
 
 def test_the_deployed_behaviours_are_at_hand():
     assert Behaviour("all", "after_stores") == rmsnorm.DEPLOYED
-    assert Behaviour("loaders", "after_wait") == tinygemm2.DEPLOYED
+    assert Behaviour("loaders", "after_stores") == tinygemm2.DEPLOYED

@@ -39,8 +39,8 @@ def butterfly(sums):
     return sums[..., 0]
 
 
-def emulated(x, weight, eps):
-    """The results, bit for bit, for every scale within 4 ulp: division and rsqrt are approximate."""
+def emulated_mean(x):
+    """The mean of a row's squares with the kernel's order of additions; exact where the width is a power of two."""
     rows, width = x.shape
     vec = math.gcd(8, width)
     threads = (min(1024, width // vec) + 31) // 32 * 32
@@ -56,10 +56,13 @@ def emulated(x, weight, eps):
             sums = (padded[:, turn, :, element] ** 2 + sums.double()).float()
     warps = torch.zeros(rows, 32, device=x.device)
     warps[:, : threads // 32] = butterfly(sums.view(rows, -1, 32))
-    scale = torch.rsqrt(butterfly(warps) / width + eps)
-    for steps in (0, 1, -1, 2, -2, 3, -3, 4, -4):
-        stepped = (scale.view(torch.int32) + steps).view(torch.float32)
-        yield ((x.float() * stepped[:, None]) * (0.0 + weight.float())).to(BF16)
+    return butterfly(warps) / width
+
+
+def scaled(x, scale, weight, ulps=0):
+    """The last steps: two products in FP32, one rounding; `scale` moved by so many units in its last place."""
+    moved = (scale.view(torch.int32) + ulps).view(torch.float32)
+    return ((x.float() * moved[:, None]) * (0.0 + weight.float())).to(BF16)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -73,13 +76,24 @@ def test_it_is_within_one_rounding_of_the_exact_result(width):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_order_of_the_sum_is_the_documented_one(width):
+def test_the_bits_follow_from_the_documented_operations(width):
     x, weight = normal(16, width, seed=width), normal(width, seed=1)
-    got = rmsnorm(x, weight)
+    got, scale = rmsnorm(x, weight), torch.rsqrt(emulated_mean(x) + 1e-6)
     matches = torch.zeros(16, dtype=torch.bool, device="cuda")
-    for candidate in emulated(x, weight, 1e-6):
-        matches |= (candidate.view(torch.int16) == got.view(torch.int16)).all(-1)
+    for ulps in range(-4, 5):  # division and rsqrt are approximate on a GPU
+        matches |= (scaled(x, scale, weight, ulps).view(torch.int16) == got.view(torch.int16)).all(-1)
     assert matches.all()
+
+
+@pytest.mark.parametrize("width", [64, 512, 4096, 16384])
+def test_the_order_of_the_sum_is_the_documented_one(width):
+    """An eps that cancels the mean but for 8 units in its last place makes one such unit visible in the result."""
+    weight = normal(width, seed=1)
+    for seed in range(48):
+        x = normal(1, width, seed=seed)
+        mean = emulated_mean(x)
+        eps = (8 * (torch.nextafter(mean, 2 * mean) - mean) - mean).item()
+        assert same_bits(rmsnorm(x, weight, eps=eps), scaled(x, torch.rsqrt(mean + eps), weight)), seed
 
 
 def test_eps_zero_rows_and_negative_zero_gains():

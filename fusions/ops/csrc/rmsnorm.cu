@@ -85,7 +85,8 @@ extern "C" __global__ void __launch_bounds__(1024)
     TRIGGER_AT(AFTER_WAIT);
 #endif
 
-    // The dependent reads. The first round stays in registers; later rounds (width > 8192) are read once more below.
+    // The dependent reads. The first round (1024 * vec elements) stays in registers; wider rows are read once more below, which
+    // in the late variant is behind the wait.
     if (lane == 0) stamp(stamps, STAMP_FIRST_READ);
     uint4 mine = make_uint4(0, 0, 0, 0), gain = mine;
     if (first < width) mine = load_vector(row + first, vec, wide_x);
