@@ -33,6 +33,9 @@ CONTROL_REPLAYS = 256
 
 EXPOSING_DELAY_US = 10.0
 
+MOST_FAILURES = 2
+"""Controls of a case that may hang or fault before the rest of them is given up."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -186,19 +189,35 @@ def run_on_gpu(
     for phase in ("arms", "controls"):
         for case, clean, controls in work:
             started = time.monotonic()
-            for job in clean if phase == "arms" else controls:
-                progress(f"{case.chain}: {_describe(job)}", done, total)
-                done += 1
-                try:
-                    _take(case, job, executor.execute(job))
-                except Exception as error:  # an op of the chain may raise anything; it costs its case, not the others
-                    _take_error(case, job, error)
+            jobs = clean if phase == "arms" else controls
+
+            def tell(text: str, index: int, start: int = done) -> None:
+                progress(text, start + index, total)
+
+            _run_jobs(case, jobs, executor, tell)
+            done += len(jobs)
             case.seconds += time.monotonic() - started
             case.window_us = power_window(case.controls)
             case.verdict, case.reasons = judge_hardware(case)
             keep(cases)
     progress("done", total, total)
     return cases
+
+
+def _run_jobs(case: CaseResult, jobs: list[Job], executor: Executes, tell: Callable[[str, int], None]) -> None:
+    """Runs one phase of a case. It ends early once the case is an ERROR beyond doubt: a kernel that hangs would hang in
+    every job, for minutes each."""
+    failures = 0
+    for index, job in enumerate(jobs):
+        if case.errors or failures > MOST_FAILURES:
+            case.errors.append(f"{len(jobs) - index} jobs not run after that, from «{_describe(job)}» on")
+            return
+        tell(f"{case.chain}: {_describe(job)}", index)
+        try:
+            _take(case, job, executor.execute(job))
+        except Exception as error:  # an op of the chain may raise anything; it costs its case, not the others
+            _take_error(case, job, error)
+            failures += 1
 
 
 def _clean_jobs(chain: Chain, plan: Plan) -> list[Job]:

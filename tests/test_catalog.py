@@ -1,4 +1,4 @@
-"""The shipped chains: their shape, and that the contracts they declare are the behaviours that the kernels ship with."""
+"""The shipped chains: their shape, and that their contracts are the behaviours that the kernels ship with."""
 
 from __future__ import annotations
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 from ..chain import Chain
-from ..errors import DeviceError, PdlStressError
+from ..errors import DeviceError, PdlStressError, UsageError
 from ..jobs import Job
 
 START_SECONDS = 180.0
@@ -75,12 +76,18 @@ class Worker:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+        ours, theirs = context.Pipe()
         arguments = (theirs, self._load, self._seed, self._time_limit)
-        self._process = context.Process(target=_serve, args=arguments, daemon=True)
-        self._process.start()
-        theirs.close()
-        self._fresh = True
+        process = context.Process(target=_serve, args=arguments, daemon=True)
+        try:
+            process.start()
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            ours.close()
+            text = f"{self._load!r} cannot be sent to a child process; give a module-level function ({error})."
+            raise UsageError(text) from error
+        finally:
+            theirs.close()
+        self._process, self._pipe, self._fresh = process, ours, True
 
     def stop(self, *, kill: bool = False) -> None:
         """Ends the child; with ``kill`` at once."""

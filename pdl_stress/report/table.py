@@ -53,7 +53,10 @@ def _table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
     """An empty table. Names come from users and files, so titles and cells that hold them are escaped."""
     table = Table(title=escape(title), title_justify="left", title_style="bold")
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        # The first column names the row: better to squeeze a number than a name.
+        table.add_column(
+            column, justify="right" if column in right else "left", overflow="fold", no_wrap=not table.columns
+        )
     return table
 
 
@@ -61,7 +64,7 @@ def summary(cases: list[CaseResult]) -> Table:
     """One line per chain. *Window*: from there on every kind of broken twin is caught with 95 % probability."""
     on_gpu = any(case.machine == "cuda" for case in cases)
     numbers = ("arms", "replays", "mismatches", "replays/s", "window") if on_gpu else ()
-    tail = ("data edges", "must-catch", "must-be-clean")
+    tail = ("data edges", "must catch", "must be clean")
     table = _table("chains", "chain", "verdict", *numbers, *tail, right=(*numbers, *tail))
     for case in cases:
         row = [escape(case.chain), coloured(case.verdict)]

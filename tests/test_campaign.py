@@ -1,0 +1,583 @@
+"""What a campaign asks of a GPU, in which order, and what becomes of answers, failures and blockers.
+
+No GPU: a fake executor answers as a healthy device would, or misbehaves as told.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pdl_stress import (
+    Chain,
+    DeviceError,
+    KernelContract,
+    Op,
+    Outcome,
+    PdlStressError,
+    Trigger,
+    UsageError,
+    Wait,
+    catalog,
+)
+from pdl_stress.campaign import CONTROL_REPLAYS, Plan, new_case, power_window, run_on_gpu, run_on_model
+from pdl_stress.faults import ALL_DELAYS_US, DELAYS_US, plan_controls
+from pdl_stress.jobs import (
+    ArmAnswer,
+    ArmJob,
+    ControlAnswer,
+    ControlJob,
+    ExposureAnswer,
+    ExposureJob,
+    Job,
+    delayed_changes,
+    plan_arms,
+)
+from pdl_stress.model import DOCUMENTED, OBSERVED_SM90
+from pdl_stress.results import ArmResult, CaseResult, ControlResult, EdgeResult
+from pdl_stress.statistics import upper_bound
+
+VERDICTS = {"caught": "caught", "clean": "clean", "unpromised": "not seen"}
+REPLAYS = 2000
+
+
+@pytest.fixture(autouse=True)
+def no_blockers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine that runs the tests may have a profiler attached; these tests are not about it."""
+    monkeypatch.setattr("pdl_stress.cuda.device.verdict_blockers", list)
+
+
+class Fake:
+    """A healthy GPU. ``twist`` gets every job with its answer and may change it, replace it or raise."""
+
+    def __init__(self, *chains: Chain, twist: Callable[[Job, Any], Any] = lambda job, answer: answer) -> None:
+        self.chains = {chain.name: chain for chain in chains}
+        self.twist = twist
+        self.jobs: list[Job] = []
+
+    def execute(self, job: Job) -> Any:
+        self.jobs.append(job)
+        return self.twist(job, self._answer(job))
+
+    def _answer(self, job: Job) -> Any:
+        chain = self.chains[job.chain]
+        if isinstance(job, ArmJob):
+            variant = job.variant(chain)
+            pairs = list(variant.edges)
+            if job.back_to_back:
+                pairs.append((pairs[-1][1], pairs[0][0]))
+            kind = "full" if job.serialized else "programmatic"
+            bound = upper_bound(job.replays)
+            arm = ArmResult(job.name, job.replays, 0, bound, job.delay_us, job.step, job.replays / 80_000)
+            return ArmAnswer(arm, [EdgeResult(source, target, kind) for source, target in pairs], 256)
+        if isinstance(job, ExposureJob):
+            variant = chain.varied(job.changes)
+            delayed = [step.name for step in variant.steps if step.delay_us]
+            return ExposureAnswer(
+                dict.fromkeys(variant.edges, 0.75),
+                {(e.writer, e.reader, e.buffer): 1.0 for e in variant.data_edges if e.writer in delayed},
+            )
+        job.control.apply(chain)
+        edge, kills = job.control.edge, job.replays if job.expected == "caught" else 0
+        result = ControlResult(
+            job.control.fault, job.control.variant, edge.reader, edge.writer, edge.reader, edge.buffer,
+            job.control.delay_us, job.expected, job.reason, job.replays, kills, True if kills else None,
+            VERDICTS[job.expected],
+        )  # fmt: skip
+        return ControlAnswer(result, {f"{edge.reader}, {job.control.fault}": "no ACQBULK"})
+
+
+def only(kind: type, **fields: Any) -> Callable[[Job], bool]:
+    return lambda job: isinstance(job, kind) and all(getattr(job, name) == value for name, value in fields.items())
+
+
+def fails(which: Callable[[Job], bool], error: Exception) -> Callable[[Job, Any], Any]:
+    def twist(job: Job, answer: Any) -> Any:
+        if which(job):
+            raise error
+        return answer
+
+    return twist
+
+
+def run(*names: str, twist: Callable[[Job, Any], Any] = lambda job, answer: answer, **plan: Any) -> Any:
+    chains = [catalog.load(name) for name in names or ("csa2-fused-m1",)]
+    fake = Fake(*chains, twist=twist)
+    return run_on_gpu(chains, Plan(**{"replays": REPLAYS, **plan}), fake), fake
+
+
+# --- jobs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", catalog.SHIPPED)
+@pytest.mark.parametrize("delays", [DELAYS_US, ALL_DELAYS_US])
+def test_the_arms_are_four_plain_ones_and_every_step_delayed_by_every_window(
+    name: str, delays: tuple[float, ...]
+) -> None:
+    chain = catalog.load(name)
+    jobs = plan_arms(chain, 500, delays)
+    assert [(j.name, j.cold, j.serialized, j.back_to_back) for j in jobs[:4]] == [
+        ("as deployed", False, False, False),
+        ("as deployed, cold weights", True, False, False),
+        ("serialized", False, True, False),
+        ("back to back", False, False, True),
+    ]
+    assert all(not j.changes and j.step is None for j in jobs[:4])
+    wanted = {(step.name, delay) for step in chain.steps for delay in delays if delay > 0}
+    assert [(j.step, j.delay_us) for j in jobs[4:]] == sorted(
+        wanted, key=lambda pair: ([s.name for s in chain.steps].index(pair[0]), pair[1])
+    )
+    assert all(j.replays == 500 and j.planted is None for j in jobs)
+    for job in jobs[4:]:
+        variant = job.variant(chain)
+        assert {s.name: s.delay_us for s in variant.steps if s.delay_us is not None} == {job.step: job.delay_us}
+        assert job.step is not None
+        assert variant[job.step].contract.trigger is Trigger.ENTRY
+
+
+def test_a_delayed_arm_opens_the_way_to_every_reader_of_the_step() -> None:
+    chain = catalog.load("csa2-separate-m1")
+    changes = delayed_changes(chain, "input_norm", 2.0)
+    assert changes == {
+        "input_norm": {"trigger": "entry", "delay_us": 2.0},
+        "q_projection": {"trigger": Trigger.ENTRY},  # stands before kv_projection, which reads x as well
+    }
+    assert all(s.contract.wait == chain[s.name].contract.wait for s in chain.varied(changes).steps)
+
+
+def test_no_clean_arm_is_disordered() -> None:
+    """A perturbation changes timing and nothing else."""
+    from pdl_stress.model import find_races
+
+    for name in catalog.SHIPPED:
+        chain = catalog.load(name)
+        for job in plan_arms(chain, 1, (10.0,)):
+            assert find_races(job.variant(chain), DOCUMENTED, replays=2) == []
+
+
+def mixed_chain() -> Chain:
+    """native -> library -> native: the library step in the middle cannot be rebuilt."""
+    chain = Chain("mixed")
+    contract = KernelContract(("a",), ("o",))
+    native = Op("native", contract, lambda **_: None, contract, waits=frozenset(Wait))
+    library = Op("library", contract, lambda **_: None, contract)
+    x, y, z = (chain.buffer(name, (4,), "f") for name in "xyz")
+    chain.step("first", native, a=chain.input("h", (4,), "f"), o=x)
+    chain.step("middle", library, a=x, o=y)
+    chain.step("last", native, a=x, o=z)
+    return chain
+
+
+def test_a_step_that_cannot_be_rebuilt_is_left_as_it_is() -> None:
+    chain = mixed_chain()
+    jobs = plan_arms(chain, 1, (2.0,))
+    assert [job.step for job in jobs[4:]] == ["producer", "first", "last"]
+    for job in jobs:
+        assert job.variant(chain)["middle"].op is chain["middle"].op
+    cases = run_on_gpu([chain], Plan(REPLAYS), Fake(chain))
+    assert cases[0].errors == []
+    assert cases[0].verdict is Outcome.INCONCLUSIVE
+    assert "no control was caught on first->middle through x" in cases[0].reasons
+
+
+def test_a_healthy_gpu_passes_every_shipped_chain() -> None:
+    cases, fake = run(*catalog.SHIPPED)
+    assert {case.chain: (case.verdict, case.reasons) for case in cases} == {
+        name: (Outcome.PASS, []) for name in catalog.SHIPPED
+    }
+    for case in cases:
+        chain = catalog.load(case.chain)
+        mine = [job for job in fake.jobs if job.chain == chain.name]
+        assert [j for j in mine if isinstance(j, ArmJob)] == plan_arms(chain, REPLAYS, DELAYS_US)
+        assert [j.control for j in mine if isinstance(j, ControlJob)] == plan_controls(chain, None, DELAYS_US)
+        assert [j.name for j in mine if isinstance(j, ExposureJob)] == [
+            "as deployed",
+            *(f"delayed ({step.name}, 10 us)" for step in chain.steps[:-1]),
+        ]
+
+
+def test_controls_are_told_what_the_model_expects_of_them() -> None:
+    _, fake = run(control_replays=64)
+    chain = catalog.load("csa2-fused-m1")
+    controls = [job for job in fake.jobs if isinstance(job, ControlJob)]
+    assert controls
+    for job in controls:
+        expectation = job.control.expectation(chain)
+        assert (job.expected, job.reason, job.replays) == (expectation.expected, expectation.reason, 64)
+    assert CONTROL_REPLAYS >= 256
+
+
+def test_no_broken_kernel_runs_before_the_last_clean_arm() -> None:
+    _, fake = run("csa2-fused-m1", "csa2-separate-m4")
+    kinds = [isinstance(job, ControlJob) for job in fake.jobs]
+    assert kinds == sorted(kinds)
+    assert {job.chain for job in fake.jobs[: kinds.index(True)]} == {"csa2-fused-m1", "csa2-separate-m4"}
+
+
+def test_chosen_faults_and_none() -> None:
+    _, fake = run(faults=("F02@q_norm", "F07"))
+    controls = [job.control for job in fake.jobs if isinstance(job, ControlJob)]
+    assert {(c.fault, c.edge.reader) for c in controls} == {("F02", "q_norm"), ("F07", "kv_norm")}
+    cases, fake = run(faults=())
+    assert not any(isinstance(job, ControlJob) for job in fake.jobs)
+    assert cases[0].verdict is Outcome.INCONCLUSIVE, "without controls nothing was shown"
+
+
+def test_progress_counts_every_job_and_ends_full() -> None:
+    chain = catalog.load("csa2-fused-m1")
+    fake, seen = Fake(chain), []
+    run_on_gpu([chain], Plan(REPLAYS), fake, lambda text, done, total: seen.append((text, done, total)))
+    assert [done for _, done, _ in seen] == list(range(len(fake.jobs) + 1))
+    assert {total for _, _, total in seen} == {len(fake.jobs)}
+    assert seen[0][0] == "csa2-fused-m1: arm as deployed"
+    assert "csa2-fused-m1: arm delayed (projection, 2 us)" in {text for text, _, _ in seen}
+    assert "csa2-fused-m1: exposure, as deployed" in {text for text, _, _ in seen}
+    assert any(text.startswith("csa2-fused-m1: control F02 never waits @") for text, _, _ in seen)
+
+
+# --- what becomes of answers ---------------------------------------------------------------------------------------
+
+
+def test_answers_end_up_in_the_case() -> None:
+    (case,), fake = run()
+    assert [(arm.name, arm.step, arm.delay_us) for arm in case.arms] == [
+        (job.name, job.step, job.delay_us) for job in fake.jobs if isinstance(job, ArmJob)
+    ]
+    assert case.replays == REPLAYS * len(case.arms)
+    assert case.mismatches == 0
+    assert case.pool == 256
+    assert case.replays_per_second == pytest.approx(80_000), "of the arm as deployed"
+    assert case.requested_replays == REPLAYS
+    assert len(case.controls) == sum(isinstance(job, ControlJob) for job in fake.jobs)
+    assert case.sass["q_norm, F02"] == "no ACQBULK"
+    assert case.kernels == ["pdl_stress_source", "rmsnorm", "tinygemm2"]
+    assert "ordered under «documented»" in case.model
+    edges = {(e.source, e.target): e for e in case.edges}
+    assert set(edges) == {*catalog.load("csa2-fused-m1").edges, ("kv_norm", "producer")}, "and the back-to-back one"
+    assert all(e.kind == "programmatic" for e in case.edges)
+    assert edges["projection", "q_norm"].overlap == 0.75
+    assert edges["projection", "q_norm"].overlapped_in[0] == "as deployed"
+    exposed = {(e.writer, e.reader): e.exposed_by for e in case.data_edges}
+    assert exposed["projection", "kv_norm"] == ["delayed (projection, 10 us)"]
+
+
+def change(which: Callable[[Job], bool], edit: Callable[[Any], Any]) -> Callable[[Job, Any], Any]:
+    def twist(job: Job, answer: Any) -> Any:
+        if which(job):
+            edit(answer)
+        return answer
+
+    return twist
+
+
+@pytest.mark.parametrize(
+    ("twist", "outcome", "words"),
+    [
+        (
+            change(only(ArmJob, name="back to back"), lambda a: vars(a.arm).update(mismatches=1)),
+            Outcome.FAIL,
+            "1 of 2000 replays differ in arm «back to back»",
+        ),
+        (
+            change(only(ArmJob, step="kv_norm", delay_us=2.0), lambda a: vars(a.arm).update(counters_agree=False)),
+            Outcome.INCONCLUSIVE,
+            "device and host counts differ in arm «delayed (kv_norm, 2 us)»",
+        ),
+        (
+            change(only(ArmJob, name="serialized"), lambda a: vars(a.edges[1]).update(kind="programmatic")),
+            Outcome.ERROR,
+            "the serialized arm still has programmatic edges",
+        ),
+        (
+            change(only(ArmJob, step="q_norm"), lambda a: vars(a.edges[0]).update(kind="full")),
+            Outcome.INCONCLUSIVE,
+            "graph edge producer->input_norm is programmatic/full",
+        ),
+        (
+            change(only(ArmJob, name="as deployed"), lambda a: vars(a.edges[2]).update(kind="missing")),
+            Outcome.INCONCLUSIVE,
+            "graph edge projection->q_norm is missing/programmatic",
+        ),
+        (
+            change(only(ExposureJob), lambda a: a.exposed.pop(("projection", "kv_norm", "qkv"), None)),
+            Outcome.INCONCLUSIVE,
+            "data edge projection->kv_norm through qkv was never exposed",
+        ),
+        (
+            change(only(ExposureJob), lambda a: a.overlap.update({("q_norm", "kv_norm"): 0.0})),
+            Outcome.INCONCLUSIVE,
+            "graph edge q_norm->kv_norm overlapped in no arm",
+        ),
+        (
+            change(only(ControlJob, expected="clean"), lambda a: vars(a.result).update(kills=1, verdict="dirty")),
+            Outcome.FAIL,
+            "must be clean, and 1 of 256 replays differ",
+        ),
+        (
+            change(only(ControlJob, expected="caught"), lambda a: vars(a.result).update(kills=17, verdict="missed")),
+            Outcome.INCONCLUSIVE,
+            "must be caught and was not: 17 kills of 256",
+        ),
+    ],
+)
+def test_a_bad_answer_costs_the_pass(twist: Callable[[Job, Any], Any], outcome: Outcome, words: str) -> None:
+    (case,), _ = run(twist=twist)
+    assert case.verdict is outcome
+    assert any(words in reason for reason in case.reasons), case.reasons
+
+
+# --- failures ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "which",
+    [
+        only(ArmJob, chain="csa2-fused-m1", name="serialized"),
+        only(ArmJob, chain="csa2-fused-m1", step="q_norm", delay_us=10.0),
+        only(ExposureJob, chain="csa2-fused-m1", name="as deployed"),
+        only(ControlJob, chain="csa2-fused-m1", expected="clean"),
+        only(ControlJob, chain="csa2-fused-m1", expected="unpromised"),
+        lambda job: job.chain == "csa2-fused-m1",
+    ],
+    ids=["arm", "delayed arm", "exposure", "twin", "unpromised control", "every job"],
+)
+def test_a_failing_job_is_an_error_of_its_case_and_the_others_finish(which: Callable[[Job], bool]) -> None:
+    (broken, whole), fake = run("csa2-fused-m1", "csa2-separate-m1", twist=fails(which, DeviceError("it hung")))
+    assert broken.verdict is Outcome.ERROR
+    assert any("it hung" in reason for reason in broken.reasons)
+    assert whole.verdict is Outcome.PASS
+    planned = [job for job in fake.jobs if job.chain == "csa2-fused-m1"]
+    assert len(broken.arms) == sum(isinstance(job, ArmJob) for job in planned), "a failed arm is listed, with nothing"
+    assert len(broken.controls) == sum(isinstance(job, ControlJob) for job in planned)
+
+
+def test_a_failed_arm_is_named_and_grades_nothing() -> None:
+    (case,), _ = run(
+        faults=(), twist=fails(only(ArmJob, step="q_norm", delay_us=2.0), DeviceError("no answer within 7 s"))
+    )
+    assert case.errors == ["arm delayed (q_norm, 2 us): no answer within 7 s"]
+    (arm,) = (arm for arm in case.arms if (arm.step, arm.delay_us) == ("q_norm", 2.0))
+    assert (arm.replays, arm.mismatches, arm.upper_bound_95) == (0, 0, None)
+
+
+def test_a_failed_control_keeps_what_it_was_about() -> None:
+    which = only(ControlJob, expected="caught")
+    (case,), _ = run(faults=("F02@q_norm",), twist=fails(which, DeviceError("the worker died (exit code -9).")))
+    (control,) = (c for c in case.controls if c.expected == "caught")
+    assert (control.fault, control.reader, control.delay_us) == ("F02", "q_norm", 10.0)
+    assert (control.verdict, control.note, control.kills) == ("error", "the worker died (exit code -9).", 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (PdlStressError("no such kernel"), "no such kernel"),
+        (RuntimeError("no such kernel"), "RuntimeError: no such kernel"),
+        (KeyError("gain"), "KeyError: 'gain'"),
+    ],
+)
+def test_an_op_may_raise_anything(error: Exception, text: str) -> None:
+    (case,), _ = run(faults=(), twist=fails(only(ArmJob, name="as deployed"), error))
+    assert case.errors == [f"arm as deployed: {text}"]
+    assert case.verdict is Outcome.ERROR
+
+
+def test_an_interrupt_is_not_swallowed() -> None:
+    chain = catalog.load("csa2-fused-m1")
+    with pytest.raises(KeyboardInterrupt):
+        run_on_gpu([chain], Plan(REPLAYS), Fake(chain, twist=_interrupt))
+
+
+def _interrupt(job: Job, answer: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_what_has_finished_is_kept_after_each_phase_of_each_case() -> None:
+    chains = [catalog.load("csa2-fused-m1"), catalog.load("csa2-separate-m1")]
+    kept: list[list[CaseResult]] = []
+    cases = run_on_gpu(chains, Plan(REPLAYS), Fake(*chains), keep=lambda found: kept.append(copy.deepcopy(found)))
+    assert len(kept) == 4
+    assert all([case.chain for case in cases_] == [chain.name for chain in chains] for cases_ in kept)
+    assert kept[-1] == cases
+    assert kept[0][0].arms == cases[0].arms
+    assert kept[0][0].controls == []
+    assert kept[0][1].arms == []
+    for unfinished in kept[0]:
+        assert unfinished.verdict is Outcome.INCONCLUSIVE, "half a run must not read as a pass"
+
+
+# --- blockers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_blocker_stops_everything_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdl_stress.cuda.findings import Finding, Status
+
+    finding = Finding("profiler", Status.BLOCKS_VERDICT, "nsys is attached", "Run without it.")
+    monkeypatch.setattr("pdl_stress.cuda.device.verdict_blockers", lambda: [finding])
+    cases, fake = run("csa2-fused-m1", "csa2-separate-m1")
+    assert fake.jobs == []
+    for case in cases:
+        assert case.verdict is Outcome.INCONCLUSIVE
+        assert case.reasons == ["nothing ran: profiler: nsys is attached. Run without it."]
+
+
+def test_launch_blocking_is_a_blocker(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdl_stress.cuda import interference
+    from pdl_stress.cuda.findings import Status
+
+    def blockers() -> list[Any]:
+        return [finding for finding in interference.inspect() if finding.status is Status.BLOCKS_VERDICT]
+
+    monkeypatch.setattr("pdl_stress.cuda.device.verdict_blockers", blockers)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    (case,), fake = run()
+    assert fake.jobs == []
+    assert case.verdict is Outcome.INCONCLUSIVE
+    assert any("CUDA_LAUNCH_BLOCKING" in reason for reason in case.reasons)
+
+
+# --- planted chains ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", ["model", "cuda"])
+@pytest.mark.parametrize("text", ["F00@q_norm", "F02@q_norm", "F04@kv_norm", "F07@kv_norm", "F28@projection"])
+def test_a_planted_fault_fails_and_names_writer_and_reader(text: str, machine: str) -> None:
+    chain = catalog.load("csa2-fused-m1")
+    fault, _, reader = text.partition("@")
+    plan = Plan(REPLAYS, planted=text)
+    if machine == "model":
+        (case,) = run_on_model([chain], plan)
+    else:
+        fake = Fake(chain)
+        (case,) = run_on_gpu([chain], plan, fake)
+        assert [(job.name.split(" ")[0], job.serialized) for job in fake.jobs if isinstance(job, ArmJob)] == [
+            ("planted", False),
+            ("planted,", True),
+        ]
+        assert len(fake.jobs) == 2
+        assert all(isinstance(job, ArmJob) and job.planted and job.planted.fault == fault for job in fake.jobs)
+    writer = {"q_norm": "projection", "kv_norm": "projection", "projection": "late_weight"}[reader]
+    assert case.verdict is Outcome.FAIL
+    assert case.planted.startswith(f"{fault} ")
+    assert case.controls == []
+    assert case.model.startswith(f"{reader} may read ")
+    assert f"before {writer} writes it" in case.model
+    assert any(f"<-- before {writer} writes it" in line for line in case.timeline)
+
+
+def test_a_plant_that_cannot_be_is_refused_before_anything_runs() -> None:
+    chain = catalog.load("csa2-fused-m1")
+    fake = Fake(chain)
+    with pytest.raises(UsageError, match="cannot be caught"):
+        run_on_gpu([chain], Plan(REPLAYS, planted="F07@q_norm"), fake)
+    assert fake.jobs == []
+
+
+# --- the model -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rules", [DOCUMENTED, OBSERVED_SM90], ids=["documented", "observed"])
+def test_the_shipped_chains_are_ordered_and_every_control_is_refuted(rules: Any) -> None:
+    cases = run_on_model([catalog.load(name) for name in catalog.SHIPPED], Plan(rules=rules))
+    for case in cases:
+        assert (case.verdict, case.reasons, case.timeline) == (Outcome.ORDERED, [], [])
+        verdicts = {(c.expected, c.verdict) for c in case.controls}
+        assert verdicts == {("caught", "refuted"), ("clean", "ordered"), ("unpromised", "allowed")}
+        assert case.model.startswith(f"ordered under «{rules.name}»")
+
+
+def test_the_model_gives_no_rates_and_no_bounds() -> None:
+    (case,) = run_on_model([catalog.load("csa2-fused-m1")], Plan())
+    assert (case.machine, case.arms, case.edges) == ("model", [], [])
+    assert (case.replays, case.replays_per_second, case.pool) == (0, None, None)
+    assert all((c.replays, c.kills) == (0, 0) for c in case.controls)
+    assert {c.delay_us for c in case.controls} == {10.0}, "time does not exist on the model: one window is enough"
+
+
+def broken_chain(wait: Wait = Wait.NEVER, middle: Wait | None = None) -> Chain:
+    chain = Chain("broken")
+
+    def kernel(**contract: Any) -> Op:
+        made = KernelContract(("a",), ("o",), **contract)
+        return Op("kernel", made, lambda **_: None, made, waits=frozenset(Wait))
+
+    x, y, z = (chain.buffer(name, (4,), "f") for name in "xyz")
+    hidden, free = chain.input("h", (4,), "f"), chain.constant("free", (4,), "f")
+    chain.step("first", kernel(trigger=Trigger.ENTRY), a=hidden, o=x)
+    if middle:
+        chain.step("middle", kernel(wait=middle, trigger=Trigger.ENTRY), a=free, o=z)
+    chain.step("last", kernel(wait=wait), a=x, o=y)
+    return chain
+
+
+def test_a_broken_contract_fails_on_the_model_with_a_timeline() -> None:
+    (case,) = run_on_model([broken_chain()], Plan())
+    assert case.verdict is Outcome.FAIL
+    assert "stale read: last may overtake first on x under «documented»" in case.model
+    assert "ordered only under" not in case.model
+    assert any("reads x, which holds poison   <-- before first writes it" in line for line in case.timeline)
+
+
+def test_a_chain_that_only_hardware_orders_is_told_apart() -> None:
+    """R8: ordered by what H200s do, not by what is promised."""
+    chain = broken_chain(wait=Wait.ALL, middle=Wait.NEVER)
+    (documented,) = run_on_model([chain], Plan())
+    assert documented.verdict is Outcome.FAIL
+    assert documented.model.endswith("; ordered only under «observed:sm_90»")
+    (observed,) = run_on_model([chain], Plan(rules=OBSERVED_SM90))
+    assert observed.timeline == []
+    assert observed.model.endswith("; NOT ordered by the documented rules")
+
+
+def test_a_race_between_replays_is_found_too() -> None:
+    """F22: one replay alone is ordered; two in a row are not."""
+    chain = Chain("state")
+    made = KernelContract(("a",), ("o",), trigger=Trigger.ENTRY)
+    kernel = Op("kernel", made, lambda **_: None, made, waits=frozenset(Wait))
+    early = KernelContract(("a",), ("o",), independent=("o",))
+    writer = Op("writer", early, lambda **_: None, early, waits=frozenset(Wait))
+    state, y = chain.buffer("state", (4,), "f"), chain.buffer("y", (4,), "f")
+    chain.step("init", writer, a=chain.input("h", (4,), "f"), o=state)
+    chain.step("use", kernel, a=state, o=y)
+    case = new_case(chain, Plan(rules=OBSERVED_SM90), "model")
+    assert "read after overwrite: init may overtake use on state" in case.model
+    assert any("(replay 1)" in line for line in case.timeline)
+
+
+# --- the power window ----------------------------------------------------------------------------------------------
+
+
+def windows(kills: dict[float, int], *, expected: str = "caught", variant: str = "v") -> list[ControlResult]:
+    return [
+        ControlResult("F02", variant, "c", "p", "c", "x", delay, expected if delay >= 10 else "unpromised", "", 256, n)
+        for delay, n in kills.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kills", "window"),
+    [
+        ({0.0: 0, 2.0: 256, 10.0: 256}, 2.0),
+        ({0.0: 256, 2.0: 256, 10.0: 256}, 0.0),
+        ({0.0: 0, 2.0: 2, 10.0: 256}, 10.0),
+        ({0.0: 256, 2.0: 0, 10.0: 256}, 10.0),
+        ({0.0: 0, 2.0: 0, 10.0: 0}, None),
+        ({0.0: 0, 2.0: 256, 10.0: 2}, None),
+    ],
+)
+def test_the_power_window_is_the_smallest_from_which_on_a_fault_shows(
+    kills: dict[float, int], window: float | None
+) -> None:
+    assert power_window(windows(kills)) == window
+
+
+def test_the_power_window_is_that_of_the_weakest_control() -> None:
+    strong, weak = windows({0.0: 256, 10.0: 256}), windows({0.0: 0, 10.0: 256}, variant="w")
+    never = windows({0.0: 0, 10.0: 0}, variant="u", expected="unpromised")
+    assert power_window(strong + never) == 0.0
+    assert power_window(strong + weak + never) == 10.0
+    assert power_window(strong + windows({0.0: 0, 10.0: 0}, variant="w")) is None
+    assert power_window([]) is None

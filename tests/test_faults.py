@@ -1,0 +1,327 @@
+"""The catalogue: what each control must show, and how a fault is named and planted.
+
+The expectations below are written out from the design, not computed: the model that computes them is under test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pdl_stress import Chain, KernelContract, Op, Trigger, UnsupportedVariant, UsageError, Wait, catalog, model
+from pdl_stress.chain import DataEdge
+from pdl_stress.faults import (
+    ALL_DELAYS_US,
+    DELAYS_US,
+    FAULTS,
+    LATE_ROWS,
+    LATE_WEIGHT,
+    MUST_CATCH_US,
+    Control,
+    Fault,
+    attacked_edges,
+    expectations,
+    perturbation,
+    plan_controls,
+    plant,
+    select_faults,
+)
+
+CHAINS = list(catalog.SHIPPED)
+EARLY_TRIGGERS = ("entry", "after_wait", "before_stores")
+PLANTABLE = {
+    "csa2-fused-m1": {
+        "F00": ["input_norm", "projection", "q_norm", "kv_norm"],
+        "F01": ["input_norm", "projection", "q_norm", "kv_norm"],
+        "F02": ["input_norm", "projection", "q_norm"],  # behind q_norm, which waits, kv_norm's wait is unpromised
+        "F04": ["input_norm", "projection", "q_norm", "kv_norm"],
+        "F05": ["input_norm", "projection", "q_norm", "kv_norm"],
+        "F07": ["kv_norm"],  # the only reader of data that is two kernels old
+        "F28": ["projection"],  # the only one with an operand that is declared independent
+    },
+    "csa2-separate-m1": {
+        "F00": ["input_norm", "q_projection", "kv_projection", "q_norm", "kv_norm"],
+        "F01": ["input_norm", "q_projection", "kv_projection", "q_norm", "kv_norm"],
+        "F02": ["input_norm", "q_projection"],
+        "F04": ["input_norm", "q_projection", "kv_projection", "q_norm", "kv_norm"],
+        "F05": ["input_norm", "q_projection", "kv_projection", "q_norm", "kv_norm"],
+        "F07": ["kv_projection", "q_norm", "kv_norm"],
+        "F28": ["q_projection", "kv_projection"],
+    },
+}
+PLANTABLE["csa2-separate-m4"] = PLANTABLE["csa2-separate-m8"] = PLANTABLE["csa2-separate-m1"]
+
+
+def designed(control: Control) -> str:
+    """What the design demands of a control whose window is wide."""
+    variant, skips = control.variant, bool(control.edge.between)
+    match control.fault:
+        case "F00":
+            place, consumer = variant.removeprefix("trigger ").split(", consumer ")
+            if consumer == "waits":
+                return "clean"
+            return "caught" if place in EARLY_TRIGGERS else "unpromised"
+        case "F02":
+            return "unpromised" if skips else "caught"
+        case "F04":
+            return "clean" if "twin" in variant else "caught"
+        case "F07":
+            return {
+                "step between triggers at entry": "caught",
+                "step between: wait, fence, trigger (twin)": "clean",
+                "step between: wait, trigger": "unpromised",
+            }[variant]
+        case "F28":
+            return "clean" if "twin" in variant else "caught"
+    assert control.fault in ("F01", "F05")
+    return "caught"
+
+
+def per_edge(edge: DataEdge) -> dict[str, int]:
+    return {"F00": 10, "F01": 1, "F02": 1, "F04": 2, "F05": 1, "F07": 3 if edge.between else 0}
+
+
+# --- expectations on the shipped chains ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_every_control_is_expected_to_show_what_the_design_demands(name: str) -> None:
+    chain = catalog.load(name)
+    controls = plan_controls(chain, None, (MUST_CATCH_US,))
+    assert {c.name: c.expectation(chain).expected for c in controls} == {c.name: designed(c) for c in controls}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_every_data_edge_gets_every_control_at_every_delay(name: str) -> None:
+    chain = catalog.load(name)
+    controls = plan_controls(chain, None, ALL_DELAYS_US)
+    for delay in ALL_DELAYS_US:
+        here = [control for control in controls if control.delay_us == delay]
+        for edge in chain.data_edges:
+            counts = {fault: sum(c.fault == fault and c.edge == edge for c in here) for fault in per_edge(edge)}
+            assert counts == per_edge(edge)
+        assert sum(c.fault == "F28" for c in here) == 2 * sum("projection" in s.name for s in chain.steps)
+    assert len({c.name for c in controls}) == len(controls), "a control is named by fault, variant, edge and window"
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_every_data_edge_has_a_control_that_must_be_caught(name: str) -> None:
+    chain = catalog.load(name)
+    caught = {
+        (c.edge.writer, c.edge.reader)
+        for c, expectation in expectations(chain, plan_controls(chain, None, DELAYS_US))
+        if expectation.expected == "caught"
+    }
+    assert {(e.writer, e.reader) for e in chain.data_edges} <= caught
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_expectations_made_together_are_those_made_one_by_one(name: str) -> None:
+    chain = catalog.load(name)
+    controls = plan_controls(chain, ("F00", "F07", "F28"), (0.0, 10.0))
+    assert expectations(chain, controls) == [(c, c.expectation(chain)) for c in controls]
+
+
+@pytest.mark.parametrize("delay", [0.0, 1.0, 2.0, 9.99])
+def test_a_narrow_window_promises_nothing_for_a_broken_control(delay: float) -> None:
+    chain = catalog.load("csa2-fused-m1")
+    (control,) = plan_controls(chain, ("F02@q_norm",), (delay,))
+    found = control.expectation(chain)
+    assert found.expected == "unpromised"
+    assert found.reason == f"a window of {delay:g} us is below 10 us: counted for the power curve"
+
+
+def test_a_window_of_ten_microseconds_promises_and_a_narrow_one_still_wants_twins_clean() -> None:
+    chain = catalog.load("csa2-fused-m1")
+    (control,) = plan_controls(chain, ("F02@q_norm",), (10.0,))
+    assert control.expectation(chain).expected == "caught"
+    _, twin = plan_controls(chain, ("F04@q_norm",), (0.0,))
+    assert twin.expectation(chain).expected == "clean"
+
+
+def test_the_reason_of_an_unpromised_control_is_the_open_question() -> None:
+    chain = catalog.load("csa2-fused-m1")
+
+    def reason(fault: str, variant: str, reader: str) -> str:
+        (control,) = (c for c in plan_controls(chain, (f"{fault}@{reader}",), (10.0,)) if c.variant == variant)
+        return control.expectation(chain).reason
+
+    assert reason("F00", "trigger after_stores, consumer does not wait", "q_norm").startswith("R3:")
+    assert reason("F00", "trigger none, consumer does not wait", "q_norm").startswith("R5:")
+    assert reason("F02", "never waits", "kv_norm").startswith("R3:")
+    assert reason("F07", "step between: wait, trigger", "kv_norm").startswith("R3:")
+
+
+# --- what a control changes ----------------------------------------------------------------------------------------
+
+
+def test_the_perturbation_delays_the_writer_and_opens_the_steps_between() -> None:
+    edge = DataEdge("p", "c", "x", "a", ("m1", "m2"))
+    opened = {"trigger": Trigger.ENTRY}
+    assert perturbation(edge, 5.0) == {"p": {**opened, "delay_us": 5.0}, "m1": opened, "m2": opened}
+    assert perturbation(edge, 5.0, between=False) == {"p": {**opened, "delay_us": 5.0}}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_control_delays_its_writer_breaks_its_reader_and_leaves_the_rest(name: str) -> None:
+    chain = catalog.load(name)
+    for control in plan_controls(chain, None, (2.0,)):
+        edge, broken = control.edge, control.apply(chain)
+        if not control.late_rows:
+            assert broken[edge.writer].delay_us == 2.0
+        for step in chain.steps:
+            touched = step.name in (edge.writer, edge.reader, *edge.between)
+            if not touched:
+                assert broken[step.name].contract == step.contract, f"{control.name} changes {step.name}"
+                assert broken[step.name].delay_us is None
+        reader, deployed = broken[edge.reader].contract, chain[edge.reader].contract
+        assert reader.trigger is deployed.trigger
+        unbroken = "twin" in control.variant or "consumer waits" in control.variant or control.fault in ("F07", "F28")
+        assert unbroken or not reader.wait.orders_dependents, control.name
+
+
+def test_f28_writes_the_first_rows_of_the_weight_directly_before_its_reader() -> None:
+    chain = catalog.load("csa2-separate-m4")
+    broken, twin = plan_controls(chain, ("F28@kv_projection",), (10.0,))
+    for control in (broken, twin):
+        varied = control.apply(chain)
+        names = [step.name for step in varied.steps]
+        assert names[names.index("kv_projection") - 1] == LATE_WEIGHT
+        late = varied[LATE_WEIGHT]
+        assert late.source
+        assert late.delay_us == 10.0
+        ((_, view),) = late.writes()
+        assert (view.buffer.name, view.box[0]) == ("wkv", (0, LATE_ROWS))
+    assert broken.apply(chain)["kv_projection"].contract.is_independent("weight")
+    assert not twin.apply(chain)["kv_projection"].contract.is_independent("weight")
+    assert chain["kv_projection"].contract.is_independent("weight")
+
+
+def test_f28_attacks_constants_declared_independent_and_nothing_else() -> None:
+    chain = catalog.load("csa2-fused-m1")
+    edges = attacked_edges(chain, FAULTS["F28"])
+    assert [(e.writer, e.reader, e.buffer) for e in edges] == [(LATE_WEIGHT, "projection", "wqkv")]
+    assert attacked_edges(chain, FAULTS["F02"]) == chain.data_edges
+
+
+def test_controls_travel_between_processes() -> None:
+    import pickle
+
+    controls = plan_controls(catalog.load("csa2-fused-m1"), None, (2.0,))
+    assert pickle.loads(pickle.dumps(controls)) == controls
+
+
+# --- choosing ------------------------------------------------------------------------------------------------------
+
+
+def test_faults_are_chosen_in_catalogue_order() -> None:
+    assert [f.id for f in select_faults(None)] == list(FAULTS)
+    assert [f.id for f in select_faults(("F28", "F02@q_norm", "F02"))] == ["F02", "F28"]
+    assert select_faults(()) == []
+
+
+@pytest.mark.parametrize("bad", ["F99", "f02", "", "F99@q_norm", "@q_norm"])
+def test_an_unknown_fault_is_refused_with_the_known_ones(bad: str) -> None:
+    with pytest.raises(UsageError, match=r"unknown fault .*the catalogue has F00, F01"):
+        select_faults(("F02", bad))
+    with pytest.raises(UsageError, match="unknown fault"):
+        plan_controls(catalog.load("csa2-fused-m1"), (bad,), DELAYS_US)
+
+
+def test_a_fault_can_be_asked_of_one_step() -> None:
+    chain = catalog.load("csa2-fused-m1")
+    controls = plan_controls(chain, ("F02@q_norm", "F05"), (10.0,))
+    assert {(c.fault, c.edge.reader) for c in controls} == {
+        ("F02", "q_norm"),
+        *(("F05", edge.reader) for edge in chain.data_edges),
+    }
+
+
+def library_chain() -> Chain:
+    """Steps of a third party's library: nothing about them can be rebuilt."""
+    chain = Chain("library")
+    contract = KernelContract(("a",), ("o",))
+    fixed = Op("library op", contract, lambda **_: None, contract)
+    x, y = chain.buffer("x", (4,), "f"), chain.buffer("y", (4,), "f")
+    chain.step("first", fixed, a=chain.input("h", (4,), "f"), o=x)
+    chain.step("second", fixed, a=x, o=y)
+    return chain
+
+
+def test_controls_that_an_op_cannot_be_rebuilt_for_are_left_out() -> None:
+    controls = plan_controls(library_chain(), None, (10.0,))
+    assert controls, "the producer of the inputs can be delayed all the same"
+    for control in controls:
+        control.apply(library_chain())
+        assert control.changes.get("second", {}) == {}
+    with pytest.raises(UnsupportedVariant):
+        Control("F02", "", DataEdge("first", "second", "x", "a"), 1.0, {"second": {"wait": Wait.NEVER}}).apply(
+            library_chain()
+        )
+
+
+# --- planting ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "fault"), [(name, fault) for name in CHAINS for fault in FAULTS])
+def test_every_fault_can_be_planted_where_it_makes_sense(name: str, fault: str) -> None:
+    chain = catalog.load(name)
+    possible = PLANTABLE[name][fault]
+    for step in chain.steps:
+        if step.name in possible:
+            control = plant(chain, f"{fault}@{step.name}")
+            assert (control.fault, control.edge.reader, control.delay_us) == (fault, step.name, MUST_CATCH_US)
+            found = model.explain(control.apply(chain), control.edge, model.OBSERVED_SM90)
+            assert found is not None, "a planted fault is one that hardware can be seen to show"
+            assert (found.writer, found.reader) == (control.edge.writer, step.name)
+        else:
+            with pytest.raises(UsageError, match=f"cannot be caught at '{step.name}' of '{name}'") as error:
+                plant(chain, f"{fault}@{step.name}")
+            assert str(error.value).endswith(f"steps where it can: {', '.join(sorted(possible))}.")
+
+
+@pytest.mark.parametrize("text", ["", "F02", "F02@", "@q_norm", "@"])
+def test_a_malformed_plant_shows_the_form(text: str) -> None:
+    with pytest.raises(UsageError, match="expected FAULT@STEP, for example F02@q_norm"):
+        plant(catalog.load("csa2-fused-m1"), text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("F99@q_norm", "unknown fault 'F99'"),
+        ("F02@nowhere", "no step 'nowhere'; its steps are"),
+        ("F02@q_norm@kv_norm", "no step 'q_norm@kv_norm'"),
+    ],
+)
+def test_an_unknown_name_in_a_plant_is_refused(text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        plant(catalog.load("csa2-fused-m1"), text)
+
+
+def test_a_plant_in_an_op_that_cannot_be_rebuilt_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="cannot be caught at 'second' of 'library'; steps where it can: none"):
+        plant(library_chain(), "F02@second")
+
+
+# --- one more fault ------------------------------------------------------------------------------------------------
+
+
+def test_one_entry_is_enough_for_a_new_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(chain: Chain, edge: DataEdge, delay_us: float) -> Iterator[Control]:
+        if edge.reader == "q_norm":
+            changes: dict[str, dict[str, Any]] = perturbation(edge, delay_us)
+            changes[edge.reader] = {"independent": (edge.operand,)}
+            yield Control("X99", "reads its input early", edge, delay_us, changes)
+
+    monkeypatch.setitem(FAULTS, "X99", Fault("X99", "an operand is declared independent by mistake", plan))
+    chain = catalog.load("csa2-fused-m1")
+    (control,) = plan_controls(chain, ("X99",), (10.0,))
+    assert control in plan_controls(chain, None, (10.0,))
+    assert control.name == "X99 reads its input early @ projection->q_norm, 10 us"
+    assert control.expectation(chain).expected == "caught"
+    assert plant(chain, "X99@q_norm") == control
+    with pytest.raises(UsageError, match="steps where it can: q_norm"):
+        plant(chain, "X99@kv_norm")

@@ -1,0 +1,399 @@
+"""Every rule of a verdict: start from a result that passes, break one thing, and the verdict must say so."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdl_stress.results import ArmResult, CaseResult, ControlResult, DataEdgeResult, EdgeResult, Mismatch
+from pdl_stress.statistics import upper_bound
+from pdl_stress.verdict import MIN_REPLAYS, USAGE_EXIT_CODE, Outcome, judge_hardware, judge_model, worst
+
+FAIL, ERROR, INCONCLUSIVE, ORDERED, PASS = Outcome
+REPLAYS = 20_000
+
+
+def control(expected: str, verdict: str, **fields: object) -> ControlResult:
+    made = ControlResult(
+        "F02", "never waits", "c", "p", "c", "x", 10.0, expected, "the rules", 256, 0, None, verdict
+    )  # fmt: skip
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+def passing() -> CaseResult:
+    """p -> c through x, and c -> d through y, as a run on a GPU leaves it when all is well."""
+    arms = [ArmResult(name, REPLAYS, 0, upper_bound(REPLAYS)) for name in ("as deployed", "serialized", "back to back")]
+    arms += [ArmResult("delayed", REPLAYS, 0, upper_bound(REPLAYS), 10.0, step) for step in ("p", "c", "d")]
+    case = CaseResult("chain", "native", ["k"], "cuda", arms=arms, pool=256, requested_replays=REPLAYS)
+    case.edges = [EdgeResult(a, b, "programmatic", 1.0, ["as deployed"]) for a, b in (("p", "c"), ("c", "d"))]
+    case.data_edges = [
+        DataEdgeResult("p", "c", "x", ["delayed (p, 10 us)"]),
+        DataEdgeResult("c", "d", "y", ["delayed (c, 10 us)"]),
+    ]
+    case.controls = [
+        control("caught", "caught", kills=256, cause_checked=True),
+        control("caught", "caught", kills=18, cause_checked=True, writer="c", reader="d", step="d", buffer="y"),
+        control("clean", "clean", fault="F04", variant="twin"),
+        control("unpromised", "not seen", delay_us=0.0),
+    ]
+    return case
+
+
+def passing_on_model() -> CaseResult:
+    case = CaseResult("chain", "native", ["k"], "model")
+    case.data_edges = [DataEdgeResult("p", "c", "x")]
+    case.controls = [
+        control("caught", "refuted", replays=0),
+        control("clean", "ordered", replays=0),
+        control("unpromised", "allowed", replays=0),
+    ]
+    return case
+
+
+def mismatch() -> Mismatch:
+    return Mismatch("p", "c", "x", "y", [0, 7], "nan", "0.5", "poison", 12, ["p->c"], False)
+
+
+# --- outcomes ------------------------------------------------------------------------------------------------------
+
+
+def test_exit_codes() -> None:
+    assert {str(o): o.exit_code for o in Outcome} == {
+        "PASS": 0,
+        "ORDERED": 0,
+        "FAIL": 1,
+        "ERROR": 3,
+        "INCONCLUSIVE": 4,
+    }
+    assert USAGE_EXIT_CODE == 2
+
+
+@given(outcomes=st.lists(st.sampled_from(Outcome)))
+def test_the_worst_outcome_wins(outcomes: list[Outcome]) -> None:
+    order = [FAIL, ERROR, INCONCLUSIVE, ORDERED, PASS]
+    assert worst(outcomes) is next((o for o in order if o in outcomes), INCONCLUSIVE)
+    assert worst(iter(outcomes)) is worst(outcomes)
+
+
+def test_nothing_shown_is_inconclusive() -> None:
+    assert worst([]) is INCONCLUSIVE
+
+
+# --- hardware ------------------------------------------------------------------------------------------------------
+
+
+def test_the_starting_point_passes() -> None:
+    assert judge_hardware(passing()) == (PASS, [])
+
+
+Break = Callable[[CaseResult], object]
+
+BROKEN: dict[str, tuple[Break, Outcome, str]] = {
+    "one mismatch": (
+        lambda c: vars(c.arms[0]).update(mismatches=1, mismatch=mismatch()),
+        FAIL,
+        "1 of 20000 replays differ in arm «as deployed»: c read x before p had written it (it held poison)",
+    ),
+    "one mismatch in a billion": (
+        lambda c: vars(c.arms[2]).update(replays=10**9, mismatches=1),
+        FAIL,
+        "1 of 1000000000 replays differ in arm «back to back»",
+    ),
+    "a mismatch under a perturbation": (
+        lambda c: vars(c.arms[4]).update(mismatches=20_000),
+        FAIL,
+        "20000 of 20000 replays differ in arm «delayed (c, 10 us)»",
+    ),
+    "a mismatch with full edges": (
+        lambda c: vars(c.arms[1]).update(mismatches=3),
+        FAIL,
+        "3 of 20000 replays differ in arm «serialized»",
+    ),
+    "the model found a bad schedule": (
+        lambda c: c.timeline.append("1  c  reads x"),
+        FAIL,
+        "the contracts allow a bad schedule",
+    ),
+    "a twin that kills": (
+        lambda c: vars(c.controls[2]).update(kills=1, verdict="dirty"),
+        FAIL,
+        "control F04 (twin) on p->c, 10 us must be clean, and 1 of 256 replays differ",
+    ),
+    "an arm that crashed": (lambda c: c.errors.append("arm serialized: a hang"), ERROR, "arm serialized: a hang"),
+    "a control that crashed": (
+        lambda c: vars(c.controls[3]).update(verdict="error", note="the worker died"),
+        ERROR,
+        "on p->c, 0 us did not finish: the worker died",
+    ),
+    "an arm whose counters differ": (
+        lambda c: vars(c.arms[3]).update(counters_agree=False),
+        INCONCLUSIVE,
+        "device and host counts differ in arm «delayed (p, 10 us)»",
+    ),
+    "one replay too few": (
+        lambda c: vars(c.arms[1]).update(replays=REPLAYS - 1),
+        INCONCLUSIVE,
+        "only 19999 graded replays in arm «serialized»",
+    ),
+    "an arm that graded nothing": (
+        lambda c: vars(c.arms[1]).update(replays=0),
+        INCONCLUSIVE,
+        "only 0 graded replays in arm «serialized»",
+    ),
+    "no arm": (lambda c: c.arms.clear(), INCONCLUSIVE, "no arm ran"),
+    "a must-catch control missed": (
+        lambda c: vars(c.controls[0]).update(verdict="missed", kills=17),
+        INCONCLUSIVE,
+        "control F02 (never waits) on p->c, 10 us must be caught and was not: 17 kills of 256",
+    ),
+    "a kill for another reason": (
+        lambda c: vars(c.controls[0]).update(verdict="missed", cause_checked=False),
+        INCONCLUSIVE,
+        "256 kills of 256, but also with full edges, which is another fault",
+    ),
+    "a data edge without a caught control": (
+        lambda c: c.controls.pop(1),
+        INCONCLUSIVE,
+        "no control was caught on c->d through y",
+    ),
+    "only an unpromised kill on a data edge": (
+        lambda c: vars(c.controls[1]).update(expected="unpromised", verdict="seen"),
+        INCONCLUSIVE,
+        "no control was caught on c->d through y",
+    ),
+    "no controls": (lambda c: c.controls.clear(), INCONCLUSIVE, "no control was caught on p->c through x"),
+    "a twin that did not run": (
+        lambda c: vars(c.controls[2]).update(replays=0),
+        INCONCLUSIVE,
+        "control F04 (twin) on p->c, 10 us must be shown clean and was not: clean after 0 replays",
+    ),
+    "a twin whose counters differ": (
+        lambda c: vars(c.controls[2]).update(note="device and host counts differ"),
+        INCONCLUSIVE,
+        "must be shown clean and was not: clean after 256 replays; device and host counts differ",
+    ),
+    "a twin without a verdict": (
+        lambda c: vars(c.controls[2]).update(verdict=""),
+        INCONCLUSIVE,
+        "must be shown clean and was not: no verdict after 256 replays",
+    ),
+    "no clean arm under the perturbation of a catch": (
+        lambda c: c.arms.pop(3),
+        INCONCLUSIVE,
+        "no clean arm delays p by 10 us, where controls were caught",
+    ),
+    "a clean arm under another window only": (
+        lambda c: vars(c.arms[3]).update(delay_us=2.0),
+        INCONCLUSIVE,
+        "no clean arm delays p by 10 us",
+    ),
+    "a full graph edge": (
+        lambda c: vars(c.edges[0]).update(kind="full"),
+        INCONCLUSIVE,
+        "graph edge p->c is full, so nothing overlapped there",
+    ),
+    "an edge that was full in some replays": (
+        lambda c: vars(c.edges[1]).update(kind="full/programmatic"),
+        INCONCLUSIVE,
+        "graph edge c->d is full/programmatic",
+    ),
+    "edges not read": (lambda c: c.edges.clear(), INCONCLUSIVE, "the graph's edges were not read"),
+    "an edge that never overlapped": (
+        lambda c: vars(c.edges[1]).update(overlap=0.0, overlapped_in=[]),
+        INCONCLUSIVE,
+        "graph edge c->d overlapped in no arm",
+    ),
+    "a data edge never exposed": (
+        lambda c: c.data_edges[1].exposed_by.clear(),
+        INCONCLUSIVE,
+        "data edge c->d through y was never exposed",
+    ),
+    "no data edge": (
+        lambda c: (c.data_edges.clear(), c.controls.clear()),
+        INCONCLUSIVE,
+        "the chain has no data edge, so there was nothing to test",
+    ),
+    "a debugger attached": (
+        lambda c: (c.arms.clear(), c.controls.clear(), c.blockers.append("CUDA_LAUNCH_BLOCKING: 1. Unset it.")),
+        INCONCLUSIVE,
+        "nothing ran: CUDA_LAUNCH_BLOCKING: 1. Unset it.",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_one_broken_thing_costs_the_pass_and_is_named(what: str) -> None:
+    damage, outcome, words = BROKEN[what]
+    case = passing()
+    damage(case)
+    got, reasons = judge_hardware(case)
+    assert got is outcome
+    assert any(words in reason for reason in reasons), reasons
+
+
+def test_several_broken_things_are_all_named_and_the_worst_decides() -> None:
+    case = passing()
+    chosen = ["an arm whose counters differ", "a control that crashed", "a full graph edge"]
+    for what in chosen:
+        BROKEN[what][0](case)
+    outcome, reasons = judge_hardware(case)
+    assert outcome is ERROR
+    for what in chosen:
+        assert any(BROKEN[what][2] in reason for reason in reasons)
+    BROKEN["one mismatch"][0](case)
+    assert judge_hardware(case)[0] is FAIL
+
+
+@pytest.mark.parametrize(("replays", "requested"), [(MIN_REPLAYS - 1, 1), (1, 1)])
+def test_asking_for_few_replays_does_not_buy_a_pass(replays: int, requested: int) -> None:
+    case = passing()
+    case.requested_replays = requested
+    for arm in case.arms:
+        arm.replays = replays
+    assert judge_hardware(case)[0] is INCONCLUSIVE
+    for arm in case.arms:
+        arm.replays = MIN_REPLAYS
+    assert judge_hardware(case)[0] is PASS
+
+
+def test_unpromised_controls_have_no_say() -> None:
+    for verdict, kills in (("seen", 256), ("not seen", 0), ("seen", 1)):
+        case = passing()
+        vars(case.controls[3]).update(verdict=verdict, kills=kills, cause_checked=None)
+        assert judge_hardware(case) == (PASS, [])
+
+
+def test_late_weights_need_a_clean_twin_instead_of_an_arm() -> None:
+    """F28 delays a source that only the control has, so no clean arm can delay it."""
+    case = passing()
+    late = {"fault": "F28", "writer": "late_weight", "reader": "c", "buffer": "w"}
+    case.controls.append(control("caught", "caught", kills=256, cause_checked=True, **late))
+    outcome, reasons = judge_hardware(case)
+    assert outcome is INCONCLUSIVE
+    assert reasons == ["no clean arm delays late_weight by 10 us, where controls were caught"]
+    case.controls.append(control("clean", "clean", variant="twin", **late))
+    assert judge_hardware(case) == (PASS, [])
+
+
+def test_a_perturbation_that_showed_an_unpromised_fault_needs_its_clean_arm_too() -> None:
+    case = passing()
+    vars(case.controls[3]).update(delay_us=2.0, verdict="seen", kills=40)
+    assert judge_hardware(case) == (INCONCLUSIVE, ["no clean arm delays p by 2 us, where controls were caught"])
+    case.arms.append(ArmResult("delayed", REPLAYS, 0, upper_bound(REPLAYS), 2.0, "p"))
+    assert judge_hardware(case) == (PASS, [])
+
+
+def test_stamps_that_an_op_lacks_are_not_held_against_an_edge() -> None:
+    """``overlap`` is None where nothing could be stamped; exposure still has to be shown."""
+    case = passing()
+    vars(case.edges[0]).update(overlap=None, overlapped_in=[])
+    assert judge_hardware(case) == (PASS, [])
+
+
+def test_an_edge_may_overlap_in_a_perturbed_arm_only() -> None:
+    case = passing()
+    vars(case.edges[0]).update(overlap=0.0, overlapped_in=["delayed (p, 10 us)"])
+    assert judge_hardware(case) == (PASS, [])
+
+
+def test_a_planted_chain_is_not_asked_for_controls_or_exposure() -> None:
+    case = passing()
+    case.planted = "F02 never waits @ p->c, 10 us"
+    case.controls.clear()
+    for edge in case.edges:
+        edge.overlapped_in.clear()
+    for data_edge in case.data_edges:
+        data_edge.exposed_by.clear()
+    case.arms = case.arms[:1]
+    vars(case.arms[0]).update(mismatches=20_000, mismatch=mismatch())
+    case.timeline = ["1  c  reads x"]
+    outcome, reasons = judge_hardware(case)
+    assert outcome is FAIL
+    assert not any("control" in reason or "exposed" in reason for reason in reasons)
+
+
+def test_what_the_model_proved_is_not_lost_behind_a_blocker() -> None:
+    case = passing()
+    case.blockers, case.timeline = ["a profiler"], ["1  c  reads x"]
+    assert judge_hardware(case)[0] is FAIL
+
+
+def test_judging_changes_nothing() -> None:
+    case = passing()
+    before = copy.deepcopy(case)
+    judge_hardware(case)
+    judge_model(case)
+    assert case == before
+
+
+# --- model ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_starting_point_is_ordered() -> None:
+    assert judge_model(passing_on_model()) == (ORDERED, [])
+
+
+BROKEN_ON_MODEL: dict[str, tuple[Break, Outcome, str]] = {
+    "a counterexample": (lambda c: c.timeline.append("1  c  reads x"), FAIL, "the contracts allow a bad schedule"),
+    "an error": (lambda c: c.errors.append("it broke"), ERROR, "it broke"),
+    "a must-catch control not refuted": (
+        lambda c: c.controls.append(control("caught", "missed", variant="another")),
+        INCONCLUSIVE,
+        "control F02 (another) on p->c must be refuted and was not",
+    ),
+    "no control on a data edge": (lambda c: c.controls.clear(), INCONCLUSIVE, "no control was refuted on p->c"),
+    "controls on another buffer only": (
+        lambda c: vars(c.controls[0]).update(buffer="y"),
+        INCONCLUSIVE,
+        "no control was refuted on p->c through x",
+    ),
+    "kills instead of an order": (
+        lambda c: vars(c.controls[0]).update(verdict="caught"),
+        INCONCLUSIVE,
+        "no control was refuted on p->c",
+    ),
+    "no data edge": (
+        lambda c: c.data_edges.clear(),
+        INCONCLUSIVE,
+        "the chain has no data edge",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN_ON_MODEL)
+def test_one_broken_thing_costs_the_order_and_is_named(what: str) -> None:
+    damage, outcome, words = BROKEN_ON_MODEL[what]
+    case = passing_on_model()
+    damage(case)
+    got, reasons = judge_model(case)
+    assert got is outcome
+    assert any(words in reason for reason in reasons), reasons
+
+
+def test_the_model_never_passes_and_hardware_is_never_merely_ordered() -> None:
+    assert judge_model(passing())[0] is not PASS
+    assert judge_hardware(passing_on_model())[0] is INCONCLUSIVE
+
+
+# --- words of a mismatch -------------------------------------------------------------------------------------------
+
+
+def test_a_mismatch_names_the_data_edge_the_element_and_the_cure() -> None:
+    assert str(mismatch()) == (
+        "c read x before p had written it (it held poison); y[0, 7] is nan, expected 0.5; serializing p->c removes it."
+    )
+    uncured = mismatch()
+    uncured.cured_by = []
+    assert "serializing no single graph edge removes it" in str(uncured)
+
+
+def test_a_mismatch_with_full_edges_too_is_not_blamed_on_pdl() -> None:
+    found = mismatch()
+    found.also_serialized = True
+    assert str(found) == "y[0, 7] is nan, expected 0.5; it differs with full edges too: not a PDL ordering fault."

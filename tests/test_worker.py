@@ -1,0 +1,176 @@
+"""The process that holds the GPU: what a crash, a hang, an exception and a refusal cost, and what is left behind.
+
+A job builds a bench, which needs a GPU; but first it loads its chain. So ``load`` is where these tests misbehave. It
+must be importable in the child, hence a module of its own, written to a folder that the child finds on its path.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdl_stress import DeviceError, PdlStressError, UsageError
+from pdl_stress.cuda import worker as module
+from pdl_stress.cuda.worker import Worker, WorkerFailed
+from pdl_stress.jobs import ExposureJob
+
+MODULE = "loads_that_misbehave"
+SOURCE = """
+import os, time
+from pathlib import Path
+from pdl_stress import PdlStressError, UsageError
+
+HERE = Path(__file__).parent
+
+def load(name):
+    with open(HERE / "pids", "a") as file:
+        print(os.getpid(), file=file)
+    if name == "crash":
+        os._exit(7)
+    if name == "abort":
+        os.abort()
+    if name == "hang":
+        time.sleep(1000)
+    if name == "raise":
+        raise RuntimeError("no such kernel")
+    if name == "interrupt":
+        raise SystemExit(5)
+    raise UsageError(f"unknown chain {name!r}")
+"""
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    (tmp_path / f"{MODULE}.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module(MODULE).load
+    del sys.modules[MODULE]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = {child.pid for child in multiprocessing.active_children()}
+    yield
+    assert {child.pid for child in multiprocessing.active_children()} <= before
+
+
+def job(name: str) -> ExposureJob:
+    return ExposureJob(name, "as deployed")
+
+
+def pids(load: Callable[[str], Any]) -> list[int]:
+    return [int(line) for line in (Path(load.__globals__["HERE"]) / "pids").read_text().split()]
+
+
+def is_gone(pid: int) -> bool:
+    """Ended and reaped: a zombie still has its id."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_refused_job_costs_nothing(load: Callable[[str], Any]) -> None:
+    with Worker(load) as worker:
+        for name in ("first", "second"):
+            with pytest.raises(PdlStressError, match=f"unknown chain '{name}'") as error:
+                worker.execute(job(name))
+            assert not isinstance(error.value, DeviceError), "the request was wrong, not the device"
+    first, second = pids(load)
+    assert first == second, "the same child"
+    assert is_gone(first)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("crash", r"the worker died \(exit code 7\)"),
+        ("abort", r"the worker died \(exit code -6\)"),
+        ("interrupt", r"the worker died \(exit code 5\)"),
+        ("raise", rf"^RuntimeError: no such kernel \({MODULE}\.py:\d+\)$"),
+    ],
+)
+def test_a_failed_job_costs_its_worker_and_the_next_job_gets_a_fresh_one(
+    load: Callable[[str], Any], name: str, words: str
+) -> None:
+    with Worker(load) as worker:
+        with pytest.raises(WorkerFailed, match=words):
+            worker.execute(job(name))
+        (first,) = pids(load)
+        assert is_gone(first)
+        with pytest.raises(PdlStressError, match="unknown chain 'next'"):
+            worker.execute(job("next"))
+        assert pids(load)[1] != first
+    assert all(is_gone(pid) for pid in pids(load))
+
+
+def test_a_hang_ends_with_the_time_limit(load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with Worker(load, time_limit=0.3) as worker:
+        with pytest.raises(PdlStressError, match="unknown chain"):
+            worker.execute(job("warm"))
+        with pytest.raises(WorkerFailed, match=r"no answer within 0\.9 s; the worker was ended"):
+            worker.execute(job("hang"))
+        assert all(is_gone(pid) for pid in pids(load))
+        with pytest.raises(PdlStressError, match="unknown chain 'next'"):
+            worker.execute(job("next"))
+        warm, hung, fresh = pids(load)
+        assert warm == hung != fresh
+    assert is_gone(fresh)
+
+
+def test_a_child_that_hangs_at_its_start_ends_too(load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "START_SECONDS", 0.15)
+    with Worker(load, time_limit=0.05) as worker, pytest.raises(WorkerFailed, match=r"no answer within 0\.3 s"):
+        worker.execute(job("hang"))
+
+
+def test_only_the_first_job_of_a_child_gets_time_to_start(
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise every hang would cost minutes."""
+    assert module.START_SECONDS > 30
+    with Worker(load, time_limit=0.3) as worker:
+        with pytest.raises(PdlStressError, match="unknown chain"):
+            worker.execute(job("warm"))
+        with pytest.raises(WorkerFailed, match=r"no answer within 0\.9 s"):
+            worker.execute(job("hang"))
+
+
+def test_a_child_killed_between_jobs_is_replaced(load: Callable[[str], Any]) -> None:
+    """As the kernel's out-of-memory killer would."""
+    with Worker(load) as worker:
+        with pytest.raises(PdlStressError, match="unknown chain"):
+            worker.execute(job("first"))
+        os.kill(pids(load)[0], 9)
+        with pytest.raises(WorkerFailed, match=r"the worker died \(exit code -9\)"):
+            worker.execute(job("second"))
+        with pytest.raises(PdlStressError, match="unknown chain 'third'"):
+            worker.execute(job("third"))
+
+
+def test_stopping_twice_or_before_the_start_is_fine(load: Callable[[str], Any]) -> None:
+    worker = Worker(load)
+    worker.stop()
+    with worker:
+        pass
+    worker.stop(kill=True)
+    worker.stop()
+
+
+def test_a_worker_ends_with_its_block_even_if_that_raises(load: Callable[[str], Any]) -> None:
+    with pytest.raises(PdlStressError, match="unknown chain 'first'"), Worker(load) as worker:
+        worker.execute(job("first"))
+    assert is_gone(pids(load)[0])
+
+
+def test_a_load_that_cannot_be_sent_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="module-level function"), Worker(lambda name: None):  # type: ignore[arg-type,return-value]
+        raise AssertionError("no child can be started for a function that has no name")
