@@ -9,7 +9,7 @@ from . import model
 from .campaign import DELAYS_US, Plan, run_on_gpu, run_on_model
 from .chain import Chain
 from .errors import DeviceError, UsageError
-from .faults import select_faults
+from .faults import check_controls
 from .report import render
 from .results import CaseResult
 from .verdict import Outcome
@@ -85,11 +85,11 @@ def stress(
         raise UsageError(f"unknown rule set {rules!r}; expected one of {', '.join(model.RULE_SETS)}.")
     if not delays_us or not all(0 <= delay <= 1000 for delay in delays_us):
         raise UsageError(f"delays_us is {delays_us!r}; expected microseconds from 0 to 1000.")
-    select_faults(controls)
     built = chain if isinstance(chain, Chain) or not callable(chain) else chain()
     if not isinstance(built, Chain):
         raise UsageError(f"{built!r} is no Chain; give one, or a function that builds one.")
     built.check()
+    check_controls([built], controls)
     rule_set = model.RULE_SETS[rules]
     plan = Plan(replays=replays, seed=seed, rules=rule_set, faults=controls, delays_us=delays_us, ops="own")
     if choose_machine(machine) == "model":

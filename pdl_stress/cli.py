@@ -22,7 +22,7 @@ from . import __version__, catalog, model
 from .api import choose_machine
 from .campaign import ALL_DELAYS_US, CONTROL_REPLAYS, DELAYS_US, Plan, run_on_gpu, run_on_model
 from .errors import DeviceError, PdlStressError, UsageError
-from .faults import FAULTS, plant, select_faults
+from .faults import FAULTS, check_controls, plant
 from .report import founding_table, load_json, print_cases, write_json
 from .report.table import coloured
 from .results import CaseResult, RunResult
@@ -110,6 +110,7 @@ def run(
     names = chains or list(catalog.names())
     plan = _plan(ops, replays, seed, rules, controls, delays, control_replays, planted, time_limit)
     built = [catalog.load(name) for name in dict.fromkeys(names)]
+    check_controls(built, plan.faults)
     if planted:
         for chain in built if chains else [c for c in built if _has_step(c, planted)]:
             plant(chain, planted)  # says what is wrong before anything runs
@@ -194,12 +195,11 @@ def _plan(
     for name, number in (("--replays", replays), ("--control-replays", control_replays)):
         if number < 1:
             raise UsageError(f"{name} is {number}; expected at least 1.")
-    if time_limit <= 0:
-        raise UsageError(f"--time-limit is {time_limit:g}; expected seconds above zero.")
+    if not 0 < time_limit <= 86_400:
+        raise UsageError(f"--time-limit is {time_limit:g}; expected seconds above zero, at most a day.")
     if rules not in model.RULE_SETS:
         raise UsageError(f"unknown rule set {rules!r}; expected one of {', '.join(model.RULE_SETS)}.")
     faults = {"all": None, "none": ()}.get(controls, tuple(part.strip() for part in controls.split(",")))
-    select_faults(faults)
     try:
         windows = ALL_DELAYS_US if delays == "all" else tuple(sorted({float(part) for part in delays.split(",")}))
     except ValueError as error:

@@ -7,7 +7,7 @@ decides it from the rules (:func:`pdl_stress.model.expect`), before anything run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -225,6 +225,16 @@ def select_faults(ids: tuple[str, ...] | None) -> list[Fault]:
     if unknown:
         raise UsageError(f"unknown fault {unknown[0]!r}; the catalogue has {', '.join(FAULTS)}.")
     return [fault for fault in FAULTS.values() if fault.id in wanted]
+
+
+def check_controls(chains: Iterable[Chain], ids: tuple[str, ...] | None) -> None:
+    """Raises UsageError for a choice of controls with an unknown fault, or with a step that none of the chains has."""
+    select_faults(ids)
+    steps = list(dict.fromkeys(step.name for chain in chains for step in chain.steps))
+    for text in ids or ():
+        _, at, step = text.partition("@")
+        if at and step not in steps:
+            raise UsageError(f"control {text!r}: no chain of this run has a step {step!r}; there are {steps}.")
 
 
 def _is_wanted(ids: tuple[str, ...] | None, fault: Fault, edge: DataEdge) -> bool:

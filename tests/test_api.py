@@ -92,6 +92,7 @@ def test_a_third_party_chain_in_a_dozen_lines() -> None:
         ({"rules": "observed"}, "unknown rule set 'observed'; expected one of documented, observed:sm_90"),
         ({"machine": "gpu"}, "unknown machine 'gpu'"),
         ({"controls": ("F99",)}, "unknown fault 'F99'"),
+        ({"controls": ("F02@nowhere",)}, "no chain of this run has a step 'nowhere'"),
         ({"delays_us": ()}, r"delays_us is \(\)"),
         ({"delays_us": (-1.0,)}, r"delays_us is \(-1\.0,\); expected microseconds from 0 to 1000"),
         ({"delays_us": (1e9,)}, "expected microseconds from 0 to 1000"),

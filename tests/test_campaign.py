@@ -23,7 +23,7 @@ from pdl_stress import (
     Wait,
     catalog,
 )
-from pdl_stress.campaign import CONTROL_REPLAYS, Plan, new_case, power_window, run_on_gpu, run_on_model
+from pdl_stress.campaign import CONTROL_REPLAYS, MOST_FAILURES, Plan, new_case, power_window, run_on_gpu, run_on_model
 from pdl_stress.faults import ALL_DELAYS_US, DELAYS_US, plan_controls
 from pdl_stress.jobs import (
     ArmAnswer,
@@ -358,7 +358,7 @@ def test_a_failed_arm_is_named_and_grades_nothing() -> None:
     (case,), _ = run(
         faults=(), twist=fails(only(ArmJob, step="q_norm", delay_us=2.0), DeviceError("no answer within 7 s"))
     )
-    assert case.errors == ["arm delayed (q_norm, 2 us): no answer within 7 s"]
+    assert case.errors[0] == "arm delayed (q_norm, 2 us): no answer within 7 s"
     (arm,) = (arm for arm in case.arms if (arm.step, arm.delay_us) == ("q_norm", 2.0))
     assert (arm.replays, arm.mismatches, arm.upper_bound_95) == (0, 0, None)
 
@@ -381,8 +381,40 @@ def test_a_failed_control_keeps_what_it_was_about() -> None:
 )
 def test_an_op_may_raise_anything(error: Exception, text: str) -> None:
     (case,), _ = run(faults=(), twist=fails(only(ArmJob, name="as deployed"), error))
-    assert case.errors == [f"arm as deployed: {text}"]
+    assert case.errors[0] == f"arm as deployed: {text}"
     assert case.verdict is Outcome.ERROR
+
+
+def test_a_case_with_a_failed_arm_is_given_up_and_says_what_did_not_run() -> None:
+    """A kernel that hangs would hang in every job, for minutes each."""
+    which = only(ArmJob, chain="csa2-fused-m1", step="q_norm", delay_us=2.0)
+    (broken, whole), fake = run("csa2-fused-m1", "csa2-separate-m1", twist=fails(which, DeviceError("it hung")))
+    ran = [job for job in fake.jobs if job.chain == "csa2-fused-m1"]
+    assert which(ran[-1]), "neither a later arm nor a control"
+    arms = len(plan_arms(catalog.load("csa2-fused-m1"), REPLAYS, DELAYS_US)) + 5  # and five exposures
+    controls = len(plan_controls(catalog.load("csa2-fused-m1"), None, DELAYS_US))
+    assert broken.errors[1] == f"{arms - len(ran)} jobs not run after that, from «arm delayed (q_norm, 10 us)» on"
+    assert broken.errors[2].startswith(f"{controls} jobs not run after that, from «control F00 ")
+    assert whole.verdict is Outcome.PASS
+
+
+def test_a_few_failing_controls_do_not_stop_the_others_and_many_do() -> None:
+    chain = catalog.load("csa2-fused-m1")
+    controls = len(plan_controls(chain, None, DELAYS_US))
+    for failing, ran in ((MOST_FAILURES, controls), (MOST_FAILURES + 1, MOST_FAILURES + 1)):
+        left = list(range(failing))
+
+        def twist(job: Job, answer: Any, left: list[int] = left) -> Any:
+            if isinstance(job, ControlJob) and left:
+                left.pop()
+                raise DeviceError("it hung")
+            return answer
+
+        (case,), _ = run(twist=twist)
+        assert case.verdict is Outcome.ERROR
+        assert len(case.controls) == ran
+        assert bool(case.errors) is (ran < controls)
+        assert sum(control.verdict == "error" for control in case.controls) == failing
 
 
 def test_an_interrupt_is_not_swallowed() -> None:

@@ -101,7 +101,7 @@ def test_what_each_wait_orders(wait: Wait, orders: bool, holds: bool) -> None:
 
 
 def test_op_declares_a_contract_in_one_line() -> None:
-    @op(reads=("input", "weight"), writes=("out",), independent=("weight",), wait="barrier", trigger="none")
+    @op(reads=("input", "weight"), writes=("out",), independent=("weight",), wait=Wait.BARRIER, trigger=Trigger.NONE)
     def my_norm(*, input: Any, weight: Any, out: Any, pdl: bool) -> None:
         pass
 
@@ -128,9 +128,9 @@ def test_a_bare_string_is_not_taken_for_a_list_of_letters(field: str) -> None:
 
 def test_op_refuses_an_unknown_word() -> None:
     with pytest.raises(UsageError, match="`wait` is 'sometimes'"):
-        op(reads=("a",), wait="sometimes")
+        op(reads=("a",), wait="sometimes")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="`trigger` is 'soon'"):
-        op(reads=("a",), trigger="soon")
+        op(reads=("a",), trigger="soon")  # type: ignore[arg-type]
 
 
 def test_an_op_is_rebuilt_with_the_waits_that_it_supports() -> None:

@@ -21,7 +21,7 @@ from pdl_stress.jobs import ArmAnswer, ArmJob, ControlAnswer, ControlJob
 from pdl_stress.statistics import MIN_KILLS, upper_bound
 
 EDGE = DataEdge("first", "last", "x", "a")
-BROKEN = {"first": {"trigger": "entry", "delay_us": 10.0}, "last": {"wait": "never"}}
+BROKEN: dict[str, dict[str, Any]] = {"first": {"trigger": "entry", "delay_us": 10.0}, "last": {"wait": "never"}}
 
 
 def chain(verify: Any = None) -> Chain:

@@ -22,6 +22,7 @@ from pdl_stress.faults import (
     Control,
     Fault,
     attacked_edges,
+    check_controls,
     expectations,
     perturbation,
     plan_controls,
@@ -237,6 +238,16 @@ def test_a_fault_can_be_asked_of_one_step() -> None:
         ("F02", "q_norm"),
         *(("F05", edge.reader) for edge in chain.data_edges),
     }
+
+
+def test_a_step_asked_for_must_be_in_one_of_the_chains() -> None:
+    fused, separate = catalog.load("csa2-fused-m1"), catalog.load("csa2-separate-m1")
+    check_controls([fused, separate], ("F02@q_projection", "F05"))
+    check_controls([fused], None)
+    with pytest.raises(UsageError, match="no chain of this run has a step 'q_projection'"):
+        check_controls([fused], ("F02@q_projection",))
+    with pytest.raises(UsageError, match="unknown fault 'F99'"):
+        check_controls([fused], ("F99@q_norm",))
 
 
 def library_chain() -> Chain:

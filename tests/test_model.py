@@ -160,7 +160,7 @@ def test_r5_release_at_exit_promises_nothing_to_a_kernel_that_does_not_wait() ->
 
 
 def test_r6_a_wait_of_one_warp_needs_a_barrier_behind_it() -> None:
-    early = {"trigger": Trigger.ENTRY}
+    early: dict[str, Any] = {"trigger": Trigger.ENTRY}
     assert Litmus().producer(**early).consumer(wait=Wait.ONE_WARP).answer == MAY
     assert Litmus().producer(**early).consumer(wait=Wait.BARRIER).answer == NEVER
     assert Litmus().producer(**early).consumer(wait=Wait.LOADERS).answer == NEVER
@@ -288,6 +288,13 @@ def test_f08_and_f09_write_after_read_and_write_after_write_are_races_too() -> N
     assert find_races(repaired, DOCUMENTED) == []
 
 
+@pytest.mark.parametrize(("wait", "races"), [(Wait.LATE, False), (Wait.NEVER, True), (Wait.ONE_WARP, True)])
+def test_f01_a_late_wait_still_orders_the_stores_behind_it(wait: Wait, races: bool) -> None:
+    chain = war().varied({"C": {"independent": (), "wait": wait}})
+    steps = {race.steps for race in find_races(chain, OBSERVED_SM90) if race.buffer == "x"}
+    assert (("P", "C") in steps) is races
+
+
 def test_two_reads_never_race() -> None:
     chain = Litmus().producer().consumer(wait=Wait.NEVER).middle(wait=Wait.NEVER).chain
     assert all(Kind.WRITE in (r.first.kind, r.second.kind) for r in find_races(chain, DOCUMENTED))
@@ -297,7 +304,7 @@ def test_two_reads_never_race() -> None:
 def test_views_that_share_nothing_do_not_race() -> None:
     chain = Chain("halves")
     free, x, y = chain.constant("free", (4,), "f"), chain.buffer("x", (4,), "f"), chain.buffer("y", (4,), "f")
-    early = {"trigger": Trigger.ENTRY, "wait": Wait.NEVER}
+    early: dict[str, Any] = {"trigger": Trigger.ENTRY, "wait": Wait.NEVER}
     chain.step("left", kernel(("a",), ("o",), **early), a=free, o=x[:2])
     chain.step("right", kernel(("a",), ("o",), **early), a=free, o=x[2:])
     chain.step("reads_right", kernel(("a",), ("o",), **early), a=x[2:], o=y)

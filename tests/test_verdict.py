@@ -215,12 +215,12 @@ BROKEN: dict[str, tuple[Break, Outcome, str]] = {
         "data edge c->d through y was never exposed",
     ),
     "no data edge": (
-        lambda c: (c.data_edges.clear(), c.controls.clear()),
+        lambda c: vars(c).update(data_edges=[], controls=[]),
         INCONCLUSIVE,
         "the chain has no data edge, so there was nothing to test",
     ),
     "a debugger attached": (
-        lambda c: (c.arms.clear(), c.controls.clear(), c.blockers.append("CUDA_LAUNCH_BLOCKING: 1. Unset it.")),
+        lambda c: vars(c).update(arms=[], controls=[], blockers=["CUDA_LAUNCH_BLOCKING: 1. Unset it."]),
         INCONCLUSIVE,
         "nothing ran: CUDA_LAUNCH_BLOCKING: 1. Unset it.",
     ),

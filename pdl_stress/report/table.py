@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -127,7 +128,8 @@ def _reasons(case: CaseResult) -> Group:
         parts.append(f"  - and {len(case.reasons) - _MOST_REASONS} more, in results.json")
     if case.timeline:
         parts.append("  a schedule that the rules allow:")
-        parts += [Text(f"    {line}", no_wrap=True, overflow="ignore") for line in case.timeline]
+        # Wrapped, not cropped: what went wrong stands at the end of a line.
+        parts += [Padding(Text(line), (0, 0, 0, 4), expand=False) for line in case.timeline]
     return Group(*parts)
 
 
