@@ -13,7 +13,7 @@ from .chain import Buffer, Chain, DataEdge, Step
 from .contract import KernelContract, Trigger, Wait
 from .errors import DeviceError, PdlStressError, UnsupportedVariant, UsageError
 from .op import Op, op
-from .verdict import Outcome
+from .outcome import Outcome
 
 __all__ = [
     "Buffer",

@@ -10,9 +10,9 @@ from .campaign import DELAYS_US, Plan, run_on_gpu, run_on_model
 from .chain import Chain
 from .errors import DeviceError, UsageError
 from .faults import check_controls
+from .outcome import Outcome
 from .report import render
 from .results import CaseResult
-from .verdict import Outcome
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,17 @@ INCONCLUSIVE 4."""
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -21,12 +24,13 @@ from rich.table import Table
 from . import __version__, catalog, model
 from .api import choose_machine
 from .campaign import ALL_DELAYS_US, CONTROL_REPLAYS, DELAYS_US, Plan, run_on_gpu, run_on_model
+from .chain import Chain
 from .errors import DeviceError, PdlStressError, UsageError
 from .faults import FAULTS, check_controls, plant
+from .outcome import USAGE_EXIT_CODE, Outcome, worst
 from .report import founding_table, load_json, print_cases, write_json
 from .report.table import coloured
 from .results import CaseResult, RunResult
-from .verdict import USAGE_EXIT_CODE, Outcome, worst
 
 OPS = ("auto", "native")
 
@@ -43,6 +47,7 @@ console = Console(highlight=False, width=None if sys.stdout.isatty() else 118)
 
 def main() -> None:
     """Entry point. Whatever goes wrong ends in a message and an exit code, never in a traceback."""
+    signal.signal(signal.SIGINT, _leave)
     try:
         app()
     except UsageError as error:
@@ -54,6 +59,25 @@ def main() -> None:
     except Exception as error:
         _complain(f"{type(error).__name__}: {error}. This is a defect of pdl-stress {__version__}: please report it.")
         sys.exit(Outcome.ERROR.exit_code)
+
+
+def _leave(signum: int, frame: object) -> None:
+    """Ctrl-C where nothing is worth keeping. The command-line library would exit with 1, which is our FAIL."""
+    _complain("interrupted")
+    os._exit(Outcome.ERROR.exit_code)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Inside, Ctrl-C raises KeyboardInterrupt, so that what has finished can be kept."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _complain(error: object) -> None:
@@ -112,11 +136,7 @@ def run(
     built = [catalog.load(name) for name in dict.fromkeys(names)]
     check_controls(built, plan.faults)
     if planted:
-        for chain in built if chains else [c for c in built if _has_step(c, planted)]:
-            plant(chain, planted)  # says what is wrong before anything runs
-        if not chains:
-            built = [c for c in built if _has_step(c, planted)] or built[:1]
-            plant(built[0], planted)
+        built = _plantable(built, planted, all_of_them=bool(chains))
     if machine not in ("auto", "cuda", "model"):
         raise UsageError(f"unknown machine {machine!r}; expected auto, cuda or model.")
     folder = _folder(out, force)
@@ -142,7 +162,7 @@ def run(
     try:
         chosen = choose_machine(machine)
         result.environment = environment(machine=chosen)
-        with _progress() as progress:
+        with _interruptible(), _progress() as progress:
             if chosen == "model":
                 keep(run_on_model(built, plan, progress))
             else:
@@ -163,8 +183,19 @@ def run(
     raise typer.Exit(result.verdict.exit_code)
 
 
-def _has_step(chain: Any, planted: str) -> bool:
-    return planted.partition("@")[2] in [step.name for step in chain.steps]
+def _plantable(chains: list[Chain], planted: str, *, all_of_them: bool) -> list[Chain]:
+    """The chains that can take the fault. Says what is wrong, before anything runs, if a chain that the user named
+    cannot, or if none can."""
+    found, errors = [], []
+    for chain in chains:
+        try:
+            plant(chain, planted)
+            found.append(chain)
+        except UsageError as error:
+            errors.append(error)
+    if errors and (all_of_them or not found):
+        raise errors[0]
+    return found
 
 
 def _show(result: RunResult, details: bool, to: Console = console) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from .verdict import Outcome
+from .outcome import Outcome
 
 SCHEMA = 1
 

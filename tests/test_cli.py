@@ -18,8 +18,8 @@ from pdl_stress import DeviceError, __version__, catalog, cli
 from pdl_stress.cuda.device import Presence, Sighting
 from pdl_stress.cuda.findings import Finding, Status
 from pdl_stress.faults import FAULTS
+from pdl_stress.outcome import Outcome
 from pdl_stress.results import CaseResult
-from pdl_stress.verdict import Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = ("--machine", "model", "--controls", "F01,F04")

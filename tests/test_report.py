@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pdl_stress import UsageError
+from pdl_stress.outcome import Outcome, worst
 from pdl_stress.report import founding_table, load_json, print_cases, render, to_json, write_json
 from pdl_stress.report.table import controls_summary, summary
 from pdl_stress.results import (
@@ -26,7 +27,6 @@ from pdl_stress.results import (
     Mismatch,
     RunResult,
 )
-from pdl_stress.verdict import Outcome, worst
 
 MARKUP = "[red]x[/] [/] [bold"
 

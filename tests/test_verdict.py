@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdl_stress.outcome import USAGE_EXIT_CODE, Outcome, worst
 from pdl_stress.results import ArmResult, CaseResult, ControlResult, DataEdgeResult, EdgeResult, Mismatch
 from pdl_stress.statistics import upper_bound
-from pdl_stress.verdict import MIN_REPLAYS, USAGE_EXIT_CODE, Outcome, judge_hardware, judge_model, worst
+from pdl_stress.verdict import MIN_REPLAYS, judge_hardware, judge_model
 
 FAIL, ERROR, INCONCLUSIVE, ORDERED, PASS = Outcome
 REPLAYS = 20_000

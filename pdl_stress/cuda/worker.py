@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -126,6 +127,7 @@ def _serve(pipe: Connection, load: Callable[[str], Chain], seed: int, time_limit
     """The child's loop: jobs in, answers out, until ``None`` or the end of the pipe."""
     from .executor import Executor
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its children itself
     executor = Executor(load, seed=seed, time_limit=time_limit)
     while True:
         try:

@@ -10,8 +10,8 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from ..errors import UsageError
+from ..outcome import Outcome, worst
 from ..results import SCHEMA, CaseResult, EdgeResult, RunResult
-from ..verdict import Outcome, worst
 
 _KEYS: Mapping[type, Mapping[str, str]] = {EdgeResult: {"source": "from", "target": "to"}}
 """Fields that have another name in the file."""

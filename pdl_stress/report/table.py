@@ -12,8 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..outcome import Outcome
 from ..results import CaseResult, ControlResult
-from ..verdict import Outcome
 
 _COLOURS = {
     Outcome.PASS: "bold green",
