@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import model
-from .campaign import DELAYS_US, Plan, run_on_gpu, run_on_model
+from .campaign import run_on_gpu, run_on_model
 from .chain import Chain
 from .errors import DeviceError, UsageError
-from .faults import check_controls
+from .faults import DELAYS_US, check_controls
 from .outcome import Outcome
+from .plan import REPLAYS, TIME_LIMIT_S, Plan
 from .report import render
 from .results import CaseResult
 
@@ -56,12 +56,12 @@ def stress(
     chain: Chain | Callable[[], Chain],
     *,
     machine: str = "auto",
-    replays: int = 20_000,
+    replays: int = REPLAYS,
     seed: int = 0,
     rules: str = "documented",
     controls: tuple[str, ...] | None = None,
     delays_us: tuple[float, ...] = DELAYS_US,
-    time_limit: float = 60.0,
+    time_limit: float = TIME_LIMIT_S,
 ) -> Verdict:
     """Stresses one chain, in this process if it is a :class:`Chain`.
 
@@ -74,33 +74,38 @@ def stress(
         rules: rule set of the model.
         controls: ids of faults; ``None``: all. Without controls no PASS is possible.
         delays_us: windows between trigger and stores, microseconds.
-        time_limit: seconds after which a run of one captured graph counts as hung.
+        time_limit: seconds without progress after which a run of one captured graph counts as hung.
 
     Raises:
         UsageError, DeviceError: before anything ran. Failures of a job are part of the verdict (ERROR).
     """
-    if replays < 1:
-        raise UsageError(f"replays is {replays}; expected at least 1.")
-    if rules not in model.RULE_SETS:
-        raise UsageError(f"unknown rule set {rules!r}; expected one of {', '.join(model.RULE_SETS)}.")
-    if not delays_us or not all(0 <= delay <= 1000 for delay in delays_us):
-        raise UsageError(f"delays_us is {delays_us!r}; expected microseconds from 0 to 1000.")
-    built = chain if isinstance(chain, Chain) or not callable(chain) else chain()
+    # Types are checked here too: what a user passes has no type checker before it.
+    plan = Plan(
+        replays=replays,
+        seed=seed,
+        rules=rules,  # type: ignore[arg-type]  # a name becomes its rule set
+        faults=controls,
+        delays_us=delays_us,
+        ops="own",
+        time_limit=time_limit,
+    )
+    if isinstance(chain, type) or not (isinstance(chain, Chain) or callable(chain)):
+        raise UsageError(f"{chain!r} is no Chain; give one, or a function that builds one.")
+    built = chain if isinstance(chain, Chain) else chain()
     if not isinstance(built, Chain):
-        raise UsageError(f"{built!r} is no Chain; give one, or a function that builds one.")
+        raise UsageError(f"{chain!r} gave {built!r}, which is no Chain.")
     built.check()
-    check_controls([built], controls)
-    rule_set = model.RULE_SETS[rules]
-    plan = Plan(replays=replays, seed=seed, rules=rule_set, faults=controls, delays_us=delays_us, ops="own")
+    check_controls([built], plan.faults)
     if choose_machine(machine) == "model":
         return Verdict(run_on_model([built], plan)[0])
     if isinstance(chain, Chain):
         from .cuda.executor import Executor
 
-        return Verdict(run_on_gpu([built], plan, Executor(lambda name: built, seed=seed, time_limit=time_limit))[0])
+        executor = Executor(lambda name: built, seed=plan.seed, time_limit=plan.time_limit)
+        return Verdict(run_on_gpu([built], plan, executor)[0])
     from .cuda.worker import Worker
 
-    with Worker(_Loader(chain), seed=seed, time_limit=time_limit) as worker:
+    with Worker(_Loader(chain), seed=plan.seed, time_limit=plan.time_limit) as worker:
         return Verdict(run_on_gpu([built], plan, worker)[0])
 
 

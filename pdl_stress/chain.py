@@ -13,7 +13,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import pairwise
+from hashlib import sha256
+from itertools import pairwise, product
 from typing import Any
 
 from .contract import KernelContract, Trigger, Wait
@@ -25,6 +26,12 @@ Box = tuple[tuple[int, int], ...]
 
 PRODUCER = "producer"
 """Name of the source step that writes the chain's inputs."""
+
+DTYPES = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"),
+)
+"""Names of torch dtypes that a buffer may have. Graded ones need a poison: see ``cuda/memory.py``."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\Z")
 
@@ -110,6 +117,16 @@ def boxes_overlap(a: Box, b: Box) -> bool:
     return all(s1 < e2 and s2 < e1 for (s1, e1), (s2, e2) in zip(a, b, strict=True))
 
 
+def covered(box: Box, by: list[Box]) -> bool:
+    """True if every element of ``box`` lies in one of the boxes ``by``."""
+    borders = [
+        sorted({s, e} | {edge for other in by for edge in other[dim] if s < edge < e}) for dim, (s, e) in enumerate(box)
+    ]
+    return all(
+        any(box_within(piece, other) for other in by) for piece in product(*(list(pairwise(b)) for b in borders))
+    )
+
+
 def box_within(inner: Box, outer: Box) -> bool:
     """True if every element of ``inner`` lies in ``outer``."""
     return all(s2 <= s1 and e1 <= e2 for (s1, e1), (s2, e2) in zip(inner, outer, strict=True))
@@ -148,7 +165,11 @@ class Step:
 
     @property
     def ctas(self) -> int:
-        return self.op.ctas({name: view.shape for name, view in self.operands.items()})
+        """Number of CTAs. Raises UsageError if the op claims less than one."""
+        count = self.op.ctas({name: view.shape for name, view in self.operands.items()})
+        if count < 1:
+            raise UsageError(f"step {self.name!r}: {self.op.name} says it runs {count} CTAs; expected at least one.")
+        return count
 
 
 @dataclass(frozen=True)
@@ -246,8 +267,12 @@ class Chain:
         step = Step(name, op, views, dict(params or {}), pdl)
         written = [view for earlier in self._steps for _, view in earlier.writes()]
         for key, view in step.reads():
-            if view.buffer.role is Role.INTERMEDIATE and not any(view.overlaps(w) for w in written):
-                raise UsageError(f"step {name!r}: operand {key!r} reads {view}, which no earlier step has written.")
+            boxes = [w.box for w in written if w.buffer is view.buffer]
+            if view.buffer.role is Role.INTERMEDIATE and not covered(view.box, boxes):
+                partly = "" if not boxes else "all of "
+                raise UsageError(
+                    f"step {name!r}: operand {key!r} reads {view}, {partly}which no earlier step has written."
+                )
         for key, view in step.writes():
             if view.buffer.role is not Role.INTERMEDIATE:
                 raise UsageError(f"step {name!r}: operand {key!r} writes {view}, which is of role {view.buffer.role}.")
@@ -264,7 +289,10 @@ class Chain:
             raise UsageError(f"buffer {name!r}: shape {shape!r}; expected a tuple of whole numbers.") from None
         if not shape or min(shape) < 1:
             raise UsageError(f"buffer {name!r}: shape {shape}; expected at least one element.")
-        self.buffers[name] = Buffer(name, shape, str(dtype).removeprefix("torch."), role, make)
+        word = str(dtype).removeprefix("torch.")
+        if word not in DTYPES:
+            raise UsageError(f"buffer {name!r}: dtype {dtype!r}; expected one of {', '.join(DTYPES)}.")
+        self.buffers[name] = Buffer(name, shape, word, role, make)
         return self.buffers[name]
 
     # -- reading -----------------------------------------------------------------------------------------------------
@@ -317,6 +345,34 @@ class Chain:
                     if any(box_within(view.box, w.box) for w in writes):
                         break
         return found
+
+    @property
+    def reuses(self) -> list[str]:
+        """Buffers that a later step writes although an earlier one reads or wrote them (WAR and WAW hazards), in words.
+
+        A step that itself reads what the earlier one wrote is ordered by that data edge, and not listed.
+        """
+        steps, found = self.steps, []
+        for index, later in enumerate(steps):
+            for _, written in later.writes():
+                reads_it = any(view.overlaps(written) for _, view in later.reads())
+                for earlier in steps[:index]:
+                    if any(view.overlaps(written) for _, view in earlier.reads()):
+                        found.append(f"{later.name} writes {written}, which {earlier.name} reads")
+                    elif not reads_it and any(view.overlaps(written) for _, view in earlier.writes()):
+                        found.append(f"{later.name} writes {written}, which {earlier.name} wrote")
+        return found
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells this chain from another one of the same name: steps, contracts, parameters, views, shapes, dtypes."""
+        steps = [
+            (s.name, s.op.name, s.op.kernels, str(s.contract), sorted(s.params.items()), s.pdl, s.delay_us,
+             sorted((name, str(view)) for name, view in s.operands.items()))
+            for s in self.steps
+        ]  # fmt: skip
+        buffers = [(b.name, b.shape, b.dtype, str(b.role)) for b in self.buffers.values()]
+        return sha256(repr((self.name, steps, buffers)).encode()).hexdigest()[:16]
 
     def check(self) -> None:
         """Raises UsageError unless the chain can be run: it has an input, a step, and every buffer is used."""

@@ -9,28 +9,30 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 
 from . import __version__, catalog, model
 from .api import choose_machine
-from .campaign import ALL_DELAYS_US, CONTROL_REPLAYS, DELAYS_US, Plan, run_on_gpu, run_on_model
+from .campaign import Progress, run_on_gpu, run_on_model
 from .chain import Chain
 from .errors import DeviceError, PdlStressError, UsageError
-from .faults import FAULTS, check_controls, plant
-from .outcome import USAGE_EXIT_CODE, Outcome, worst
-from .report import founding_table, load_json, print_cases, write_json
+from .faults import ALL_DELAYS_US, DELAYS_US, FAULTS, check_controls, plant
+from .outcome import USAGE_EXIT_CODE, Outcome
+from .plan import CONTROL_REPLAYS, REPLAYS, TIME_LIMIT_S, Plan
+from .record import Record, result_folder
+from .report import founding_table, load_json, print_cases
 from .report.table import coloured
-from .results import CaseResult, RunResult
+from .results import RunResult
 
 OPS = ("auto", "native")
 
@@ -41,8 +43,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+class _Console(Console):
+    """Survives a reader that has gone away (``| head``): what runs must finish, and its exit code must be its own."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 # Tables need room; where nobody looks at a terminal there is no width to respect.
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 118)
+console = _Console(highlight=False, width=None if sys.stdout.isatty() else 118)
 
 
 def main() -> None:
@@ -108,7 +121,7 @@ def run(
         str, typer.Option(help="auto (the model only if there is no NVIDIA device), model, or cuda.")
     ] = "auto",
     ops: Annotated[str, typer.Option(help=f"Kernels to run: {', '.join(OPS)}.")] = "auto",
-    replays: Annotated[int, typer.Option(help="Graded replays of each clean arm.")] = 20_000,
+    replays: Annotated[int, typer.Option(help="Graded replays of each clean arm.")] = REPLAYS,
     seed: Annotated[int, typer.Option(help="Seed of inputs, weights and schedules.")] = 0,
     rules: Annotated[
         str, typer.Option(help=f"Rule set of the model: {', '.join(model.RULE_SETS)}.")
@@ -127,60 +140,69 @@ def run(
         Path | None, typer.Option(help="Folder for results.json; default: pdl-stress-results/<time>.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
-    time_limit: Annotated[float, typer.Option(help="Seconds after which a run of one graph counts as hung.")] = 60.0,
+    time_limit: Annotated[
+        float, typer.Option(help="Seconds without progress after which a run counts as hung.")
+    ] = TIME_LIMIT_S,
     details: Annotated[bool, typer.Option("--details", help="Print every arm, edge and control.")] = False,
 ) -> None:
     """Check chains: on a GPU by stress with controls, elsewhere by the model from their contracts."""
     names = chains or list(catalog.names())
-    plan = _plan(ops, replays, seed, rules, controls, delays, control_replays, planted, time_limit)
+    if ops not in OPS:
+        raise UsageError(f"unknown ops {ops!r}; expected one of {', '.join(OPS)}.")
+    plan = Plan(
+        replays=replays,
+        control_replays=control_replays,
+        rules=rules,  # type: ignore[arg-type]  # a name becomes its rule set
+        seed=seed,
+        faults={"all": None, "none": ()}.get(controls, tuple(part.strip() for part in controls.split(","))),
+        delays_us=_windows(delays),
+        planted=planted,
+        time_limit=time_limit,
+    )
     built = [catalog.load(name) for name in dict.fromkeys(names)]
     check_controls(built, plan.faults)
     if planted:
         built = _plantable(built, planted, all_of_them=bool(chains))
     if machine not in ("auto", "cuda", "model"):
         raise UsageError(f"unknown machine {machine!r}; expected auto, cuda or model.")
-    folder = _folder(out, force)
+    record = Record(result_folder(out, force), shlex.join(["pdl-stress", *sys.argv[1:]]))
+    try:
+        with _interruptible(), _progress() as progress:
+            _run(built, plan, machine, record, progress)
+    except DeviceError as error:
+        record.fail(str(error))
+    except KeyboardInterrupt:
+        record.fail("interrupted; what had finished is kept")
+    except Exception as error:
+        record.fail(f"{type(error).__name__}: {error} (a defect of pdl-stress: please report it)")
+    record.finish()
+    _show(record.result, details)
+    console.print(f"results: {escape(str(record.path))}", soft_wrap=True)
+    raise typer.Exit(record.result.verdict.exit_code)
 
+
+def _run(chains: list[Chain], plan: Plan, machine: str, record: Record, progress: Progress) -> None:
     from .cuda.device import environment
 
-    result = RunResult(
-        Outcome.ERROR,
-        shlex.join(["pdl-stress", *sys.argv[1:]]),
-        datetime.now(UTC).isoformat(timespec="seconds"),
-        0.0,
-        {},
-        [],
-    )
-    started = time.monotonic()
+    record.result.environment = environment(machine="cuda" if machine == "cuda" else None)
+    chosen = choose_machine(machine)
+    record.result.environment["machine"] = chosen
+    if chosen == "model":
+        record.keep(run_on_model(chains, plan, progress, record.keep))
+        return
+    from .cuda.worker import Worker
 
-    def keep(cases: list[CaseResult]) -> None:
-        result.cases = cases
-        result.seconds = time.monotonic() - started
-        result.verdict = worst([Outcome.ERROR] * bool(result.errors) + [case.verdict for case in cases])
-        write_json(result, folder / "results.json")
+    with Worker(catalog.load, seed=plan.seed, time_limit=plan.time_limit) as worker:
+        record.keep(run_on_gpu(chains, plan, worker, progress, record.keep))
 
+
+def _windows(text: str) -> tuple[float, ...]:
+    if text == "all":
+        return ALL_DELAYS_US
     try:
-        chosen = choose_machine(machine)
-        result.environment = environment(machine=chosen)
-        with _interruptible(), _progress() as progress:
-            if chosen == "model":
-                keep(run_on_model(built, plan, progress))
-            else:
-                from .cuda.worker import Worker
-
-                with Worker(catalog.load, seed=seed, time_limit=time_limit) as worker:
-                    keep(run_on_gpu(built, plan, worker, progress, keep))
-    except DeviceError as error:
-        result.errors.append(str(error))
-    except KeyboardInterrupt:
-        result.errors.append("interrupted; what had finished is kept")
-    except Exception as error:
-        result.errors.append(f"{type(error).__name__}: {error} (a defect of pdl-stress: please report it)")
-    result.environment = result.environment or environment(machine="cuda" if machine == "cuda" else None)
-    keep(result.cases)
-    _show(result, details)
-    console.print(f"results: {escape(str(folder / 'results.json'))}", soft_wrap=True)
-    raise typer.Exit(result.verdict.exit_code)
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise UsageError(f"--delays {text!r}: expected microseconds separated by commas, or 'all'.") from error
 
 
 def _plantable(chains: list[Chain], planted: str, *, all_of_them: bool) -> list[Chain]:
@@ -210,60 +232,12 @@ def _show(result: RunResult, details: bool, to: Console = console) -> None:
         )
 
 
-def _plan(
-    ops: str,
-    replays: int,
-    seed: int,
-    rules: str,
-    controls: str,
-    delays: str,
-    control_replays: int,
-    planted: str,
-    time_limit: float,
-) -> Plan:
-    if ops not in OPS:
-        raise UsageError(f"unknown ops {ops!r}; expected one of {', '.join(OPS)}.")
-    for name, number in (("--replays", replays), ("--control-replays", control_replays)):
-        if number < 1:
-            raise UsageError(f"{name} is {number}; expected at least 1.")
-    if not 0 < time_limit <= 86_400:
-        raise UsageError(f"--time-limit is {time_limit:g}; expected seconds above zero, at most a day.")
-    if rules not in model.RULE_SETS:
-        raise UsageError(f"unknown rule set {rules!r}; expected one of {', '.join(model.RULE_SETS)}.")
-    faults = {"all": None, "none": ()}.get(controls, tuple(part.strip() for part in controls.split(",")))
-    try:
-        windows = ALL_DELAYS_US if delays == "all" else tuple(sorted({float(part) for part in delays.split(",")}))
-    except ValueError as error:
-        raise UsageError(f"--delays {delays!r}: expected microseconds separated by commas, or 'all'.") from error
-    if not windows or not all(0 <= window <= 1000 for window in windows):
-        raise UsageError(f"--delays {delays!r}: expected microseconds from 0 to 1000.")
-    return Plan(replays, control_replays, model.RULE_SETS[rules], seed, faults, windows, planted, "native")
-
-
-def _folder(out: Path | None, force: bool) -> Path:
-    """Makes the output folder, before anything runs, so that a long run cannot end with nowhere to write."""
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    folder = out or Path("pdl-stress-results") / stamp
-    try:
-        if folder.exists() and not folder.is_dir():
-            raise UsageError(f"--out {str(folder)!r} is a file; expected a folder.")
-        if folder.is_dir() and any(folder.iterdir()) and not force:
-            raise UsageError(f"--out {str(folder)!r} is not empty; choose another folder, or add --force.")
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UsageError(f"--out {str(folder)!r} cannot be written: {error.strerror or error}.") from error
-    return folder
-
-
 @contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
+def _progress() -> Iterator[Progress]:
     """A bar on a terminal; elsewhere a line now and then."""
     if console.is_terminal:
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, console=console, transient=True) as bar:
+        with Bar(*columns, console=console, transient=True) as bar:
             task = bar.add_task("starting", total=None)
             yield lambda text, done, total: bar.update(task, description=escape(text), completed=done, total=total)
         return
@@ -314,7 +288,11 @@ def list_() -> None:
     for name in ("chain", "what it is", "steps"):
         table.add_column(name)
     for name in catalog.names():
-        chain = catalog.load(name)
+        try:
+            chain = catalog.load(name)
+        except UsageError as error:
+            table.add_row(escape(name), f"[red]cannot be loaded[/]: {escape(str(error))}", "")
+            continue
         table.add_row(name, escape(chain.title), " -> ".join(step.name for step in chain.steps))
     console.print(table)
     table = Table(title="faults (--controls, --plant)", title_justify="left")

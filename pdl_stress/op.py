@@ -48,8 +48,8 @@ class Op:
         waits: the waits the op can be rebuilt with. Empty: it is what it is.
         ctas: number of CTAs for given operand shapes; the model only asks whether it is one or several.
         kernels: names of the kernels that a launch runs, for reports.
-        verify: checks that the machine code of this behaviour holds what the contract says; returns one line of
-            evidence, raises if it does not.
+        verify: ``verify(contract, arch, delayed)`` checks that the machine code of this behaviour, with or without the
+            delay point, holds what the contract says; returns one line of evidence, raises if it does not.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Op:
     waits: frozenset[Wait] = frozenset()
     ctas: Callable[[Shapes], int] = field(default=lambda shapes: 2)
     kernels: tuple[str, ...] = ()
-    verify: Callable[[KernelContract, str], str] | None = None
+    verify: Callable[[KernelContract, str, bool], str] | None = None
 
     @property
     def rebuildable(self) -> bool:

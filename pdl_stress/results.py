@@ -58,6 +58,8 @@ class ArmResult:
     seconds: float = 0.0
     counters_agree: bool = True
     mismatch: Mismatch | None = None
+    note: str = ""
+    """What the arm really was, such as how large the rotated weights are; or why a mismatch could not be explained."""
 
 
 @dataclass
@@ -133,6 +135,13 @@ class CaseResult:
     controls: list[ControlResult] = field(default_factory=list)
     model: str = ""
     timeline: list[str] = field(default_factory=list)
+    rules: str = "documented"
+    faults: list[str] | None = None
+    """The controls that were asked for; ``None``: all."""
+    reuses: list[str] = field(default_factory=list)
+    """Buffers that a later step writes again: no control covers those orders yet, so no PASS is possible."""
+    planned: tuple[int, int] = (0, 0)
+    """Arms and controls that the campaign set out to run."""
     errors: list[str] = field(default_factory=list)
     blockers: list[str] = field(default_factory=list)
     """What made a verdict impossible before anything ran, such as ``CUDA_LAUNCH_BLOCKING=1``."""

@@ -23,6 +23,8 @@ def judge_hardware(case: CaseResult) -> tuple[Outcome, list[str]]:
     if case.blockers:
         found += [(Outcome.INCONCLUSIVE, f"nothing ran: {text}") for text in case.blockers]
         return worst([outcome for outcome, _ in found]), [text for _, text in found]
+    found += _unanswered(case)
+    found += [(Outcome.INCONCLUSIVE, f"{text}: no control covers that order yet") for text in case.reuses]
     found += _judge_arms(case)
     found += _judge_controls(case)
     found += _judge_edges(case)
@@ -35,8 +37,18 @@ def judge_model(case: CaseResult) -> tuple[Outcome, list[str]]:
     if case.timeline:
         found.append((Outcome.FAIL, "the contracts allow a bad schedule; see the timeline"))
     else:
-        found += _uncovered(case, "refuted", Outcome.INCONCLUSIVE)
+        found += _unanswered(case) + _uncovered(case, "refuted", Outcome.INCONCLUSIVE)
     return worst([outcome for outcome, _ in found] or [Outcome.ORDERED]), [text for _, text in found]
+
+
+def _unanswered(case: CaseResult) -> list[tuple[Outcome, str]]:
+    """What was planned and has no result: a run that was cut short, or an answer that got lost."""
+    counts = zip(("arms", "controls"), case.planned, (len(case.arms), len(case.controls)), strict=True)
+    return [
+        (Outcome.ERROR, f"{there} of {planned} planned {what} have a result")
+        for what, planned, there in counts
+        if planned != there
+    ]
 
 
 def _judge_arms(case: CaseResult) -> list[tuple[Outcome, str]]:

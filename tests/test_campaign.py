@@ -23,7 +23,8 @@ from pdl_stress import (
     Wait,
     catalog,
 )
-from pdl_stress.campaign import CONTROL_REPLAYS, MOST_FAILURES, Plan, new_case, power_window, run_on_gpu, run_on_model
+from pdl_stress.campaign import MOST_FAILURES, new_case, run_on_gpu, run_on_model
+from pdl_stress.collect import power_window
 from pdl_stress.faults import ALL_DELAYS_US, DELAYS_US, plan_controls
 from pdl_stress.jobs import (
     ArmAnswer,

@@ -48,5 +48,7 @@ def load(name: str) -> Chain:
             raise UsageError(f"chain {name!r} of entry point {found[0].value!r} failed to load: {error!r}") from error
         if not isinstance(chain, Chain):
             raise UsageError(f"entry point {found[0].value!r} gave {type(chain).__name__}, not a pdl_stress.Chain.")
+    if chain.name != name:
+        raise UsageError(f"chain {name!r} calls itself {chain.name!r}; the two names must be the same.")
     chain.check()
     return chain

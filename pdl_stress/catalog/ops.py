@@ -61,10 +61,10 @@ def _run_tinygemm2(
 
 
 def _verify(kernel: str) -> Any:
-    def verify(contract: KernelContract, arch: str) -> str:
+    def verify(contract: KernelContract, arch: str, delayed: bool) -> str:
         from fusions.ops import sass
 
-        census = sass.verify(kernel, _behaviour(kernel, contract, 0, None), arch)
+        census = sass.verify(kernel, _behaviour(kernel, contract, 0 if delayed else None, None), arch)
         return f"{arch}: {census.waits} waits, {census.triggers} triggers, {census.fences} fences, as the contract says"
 
     return verify

@@ -37,8 +37,9 @@ class Captured:
     raw: Any
     chain: Chain
     unroll: int
-    cold: bool
+    rotated: bool
     back_to_back: bool
+    late: dict[str, Any] = field(default_factory=dict)
     last: dict[tuple[int, str], Any] = field(default_factory=dict)
     boundaries: set[int] = field(default_factory=set)
 
@@ -91,7 +92,6 @@ class Bench:
         self.last_bad = torch.zeros(unroll, dtype=torch.int64, device=device)
         self.snapshot = torch.zeros(self.memory.words * WORD, dtype=torch.uint8, device=device)
         self.marks = torch.zeros(self.memory.words + 1, dtype=torch.int32, device=device)
-        self._late: dict[str, Any] = {}
 
     # -- capture -----------------------------------------------------------------------------------------------------
 
@@ -100,27 +100,26 @@ class Bench:
         chain: Chain,
         *,
         unroll: int | None = None,
-        cold: bool = False,
+        rotated: bool = False,
         back_to_back: bool = False,
         stamps: Any = None,
     ) -> Captured:
         """Captures several replays of ``chain`` (this bench's chain, or a variant of it) in one graph.
 
         Args:
-            unroll: replays, if not the bench's own number; not for cold or back-to-back graphs.
-            cold: rotate weight sets so that weights come from memory, not from the L2.
+            unroll: replays, if not the bench's own number; not for rotated or back-to-back graphs.
+            rotated: rotate weight sets so that weights come from memory, not from the L2.
             back_to_back: see the module.
             stamps: int64 CUDA tensor ``[unroll, steps, 4]`` to stamp into, or ``None``.
         """
         import torch
 
-        self.memory.reference(cold)
-        self._late = self._late_rows(chain)
+        self.memory.reference(rotated)
+        captured = Captured(None, None, chain, unroll or self.unroll, rotated, back_to_back, self._late_rows(chain))
         with torch.cuda.stream(self.stream):
-            self._warm_up(chain, stamps)
-            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            self._warm_up(captured, stamps)
+            graph = captured.owner = torch.cuda.CUDAGraph(keep_graph=True)
             graph.capture_begin(capture_error_mode="thread_local")
-            captured = Captured(graph, None, chain, unroll or self.unroll, cold, back_to_back)
             try:
                 for replay in range(captured.unroll):
                     self._replay(captured, replay, stamps)
@@ -137,39 +136,43 @@ class Bench:
         self._join(captured)
         return captured
 
-    def _warm_up(self, chain: Chain, stamps: Any) -> None:
+    def _warm_up(self, captured: Captured, stamps: Any) -> None:
         """Loads every kernel of the variant: modules must not be loaded while a stream is capturing."""
         import torch
 
-        for index, step in enumerate(chain.steps):
+        for index, step in enumerate(captured.chain.steps):
             row = None if stamps is None else stamps[0, index]
             if step.source:
-                self._source(step, 0, row, pdl=False)
+                self._source(captured, step, 0, row, pdl=False)
             else:
                 launch(step, self.memory.operands(step), pdl=False, stamps=row)
         torch.cuda.synchronize()
 
     def _replay(self, captured: Captured, replay: int, stamps: Any) -> None:
-        sets = self.memory.weight_sets(captured.cold)
+        sets = self.memory.weight_sets(captured.rotated)
         slot = replay if captured.back_to_back else None
         for index, step in enumerate(captured.chain.steps):
             row = None if stamps is None else stamps[replay, index]
             # Poison must be in place before the first step starts: its edge from the boundary is full.
             pdl = step.pdl and (index > 0 or (captured.back_to_back and replay > 0))
             if step.source:
-                self._source(step, replay if captured.back_to_back else 0, row, pdl=pdl, cold=captured.cold)
+                self._source(captured, step, replay if captured.back_to_back else 0, row, pdl=pdl)
             else:
                 launch(step, self.memory.operands(step, replay % sets, slot), pdl=pdl, stamps=row)
             captured.last[replay, step.name] = graphs.current_node(self.handle)
 
-    def _source(self, step: Step, offset: int, stamps: Any, *, pdl: bool, cold: bool = False) -> None:
-        memory = self.memory
+    def _source(self, captured: Captured, step: Step, offset: int, stamps: Any, *, pdl: bool) -> None:
+        memory, late = self.memory, captured.late
         if step.name == PRODUCER:
-            truth, out, words = memory.reference(cold).data_ptr(), memory.arena.data_ptr(), memory.input_words
+            truth, out, words = (
+                memory.reference(captured.rotated).data_ptr(),
+                memory.arena.data_ptr(),
+                memory.input_words,
+            )
             stride, pool = memory.words, memory.pool
         else:
-            truth, out = self._late["truth"].data_ptr(), self._late["rows"].data_ptr()
-            words, stride, pool = self._late["words"], 0, 1
+            truth, out = late["truth"].data_ptr(), late["rows"].data_ptr()
+            words, stride, pool = late["words"], 0, 1
         self.harness.source(
             truth, out, words, stride=stride, pool=pool, counters=self.counters.data_ptr(), offset=offset,
             trigger=step.contract.trigger, fence=step.contract.fence, delay_us=step.delay_us or 0.0,
@@ -188,36 +191,36 @@ class Bench:
                 return {"rows": rows, "truth": rows.clone(), "words": size // WORD}
         return {}
 
-    def _boundary(self, captured: Captured | None, *, cold: bool = False, grade: bool = True) -> None:
-        memory = self.memory
-        cold = captured.cold if captured else cold
-        late = self._late
+    def _boundary(self, captured: Captured, *, grade: bool = True) -> None:
+        """Grades and poisons (inside a capture), or only poisons (outside of one)."""
+        memory, late = self.memory, captured.late
         self.harness.boundary(
             memory.arena.data_ptr(), memory.words, count=1, first_row=0, advance=1,
             extra=late["rows"].data_ptr() if late else 0, extra_words=late["words"] if late else 0,
-            grade=grade, reference=memory.reference(cold).data_ptr(), poison=memory.poison.data_ptr(),
+            grade=grade, reference=memory.reference(captured.rotated).data_ptr(), poison=memory.poison.data_ptr(),
             snapshot=self.snapshot.data_ptr(), marks=self.marks.data_ptr(), **self._shared(),
         )  # fmt: skip
-        if captured:
+        if grade:
             captured.boundaries.add(int(graphs.current_node(self.handle)))
 
-    def _boundary_of_ring(self, captured: Captured | None, *, cold: bool = False, grade: bool = True) -> None:
+    def _boundary_of_ring(self, captured: Captured, *, grade: bool = True) -> None:
         """Grades the outputs of every generation, then what the last one left in the shared buffers."""
         memory = self.memory
-        cold = captured.cold if captured else cold
         start = memory.output_start
         for rows, offset, words, count, first_row, advance in (
             (memory.ring, start, memory.words - start, self.unroll, 0, 0),
             (memory.arena, 0, start, 1, self.unroll - 1, self.unroll),
         ):
+            if not words:  # the last step works in place: there are no buffers that only it writes
+                continue
             self.harness.boundary(
                 rows.data_ptr(), words, count=count, first_row=first_row, advance=advance, grade=grade,
-                reference=memory.reference(cold).data_ptr() + offset * WORD,
+                reference=memory.reference(captured.rotated).data_ptr() + offset * WORD,
                 poison=memory.poison.data_ptr() + offset * WORD,
                 snapshot=self.snapshot.data_ptr() + offset * WORD,
                 marks=self.marks.data_ptr() + offset * self.marks.element_size(), **self._shared(),
             )  # fmt: skip
-            if captured:
+            if grade:
                 captured.boundaries.add(int(graphs.current_node(self.handle)))
 
     def _shared(self) -> dict[str, Any]:
@@ -260,8 +263,8 @@ class Bench:
             for index in range(launches):
                 executable.launch(self.handle)
                 if index % SYNC_EVERY == SYNC_EVERY - 1:
-                    self.finish(started)
-            self.finish(started)
+                    self.finish()
+            self.finish()
             seconds = time.perf_counter() - started
         return self._read(captured, launches, seconds)
 
@@ -274,15 +277,16 @@ class Bench:
         self.last_bad.fill_(-1)
         self.marks.zero_()
         if captured.back_to_back:
-            self._boundary_of_ring(None, cold=captured.cold, grade=False)
-        self._boundary(None, cold=captured.cold, grade=False)
+            self._boundary_of_ring(captured, grade=False)
+        self._boundary(captured, grade=False)
         torch.cuda.synchronize()
 
-    def finish(self, started: float | None = None) -> None:
-        """Waits for the stream, without blocking in the driver for ever; the limit counts from ``started``."""
+    def finish(self) -> None:
+        """Waits for the stream, without blocking in the driver for ever: the time limit is for what was enqueued since
+        the last call."""
         import torch
 
-        started = time.perf_counter() if started is None else started
+        started = time.perf_counter()
         event = torch.cuda.Event()
         event.record(self.stream)
         while not event.query():
@@ -300,15 +304,15 @@ class Bench:
         first_bad = None if values["first_bad"] == NEVER else values["first_bad"]
         if (first_bad is None) != (values["bad"] == 0):
             agree = False
-        if self._late:
-            self._late["rows"].copy_(self._late["truth"])
+        if captured.late:
+            captured.late["rows"].copy_(captured.late["truth"])
         snapshot = None if first_bad is None else self._snapshot(captured, first_bad)
         return Counts(values["replay"], values["bad"], agree, seconds, first_bad, snapshot)
 
     def _snapshot(self, captured: Captured, replay: int) -> Any:
         """The arena of a bad replay: what differed as it was seen, all else from the reference."""
         memory = self.memory
-        result = memory.reference(captured.cold)[replay % memory.pool].clone()
+        result = memory.reference(captured.rotated)[replay % memory.pool].clone()
         from .kernels import BLOCK
 
         parts = [(0, memory.words)]

@@ -27,13 +27,14 @@ def diagnose(bench: Bench, capture: Callable[[], Captured], counts: Counts) -> M
     without_pdl.serialize()
     also_serialized = bench.run(without_pdl, REPLAYS).mismatches > 0
     buffer, index, got, want, held = _first_wrong(bench, captured, counts)
-    reader = next(
+    writers = [
         s for s in chain.steps if any(v.buffer.name == buffer and _contains(v.box, index) for _, v in s.writes())
-    )
-    edge = _data_edge(chain, reader.name, cured)
+    ]
+    reader = writers[0].name if writers else ""
+    edge = _data_edge(chain, reader, cured)
     return Mismatch(
         writer=edge.writer if edge else "",
-        reader=reader.name,
+        reader=reader,
         buffer=edge.buffer if edge else "",
         wrong_buffer=buffer,
         element=index,
@@ -58,7 +59,7 @@ def _first_wrong(bench: Bench, captured: Captured, counts: Counts) -> tuple[str,
     import torch
 
     memory, replay = bench.memory, counts.first_bad or 0
-    reference = memory.reference(captured.cold).cpu()
+    reference = memory.reference(captured.rotated).cpu()
     right, previous = reference[replay % memory.pool], reference[(replay - 1) % memory.pool]
     for step in captured.chain.steps:
         for _, view in step.writes():
@@ -81,7 +82,7 @@ def _first_wrong(bench: Bench, captured: Captured, counts: Counts) -> tuple[str,
             else:
                 held = "neither poison nor the previous generation: a mixture"
             return buffer.name, index, str(got[local].item()), str(want[local].item()), held
-    return "", [], "", "", "the snapshot shows no difference"
+    return "", [], "", "", "nothing wrong in any written view: the difference lies in padding between buffers"
 
 
 def _bits(tensor: Any) -> Any:
@@ -89,6 +90,14 @@ def _bits(tensor: Any) -> Any:
 
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(kinds[tensor.element_size()])
+
+
+def _writer_of(chain: Chain, buffer: str, index: list[int]) -> str:
+    """The step that wrote the first wrong element, and so read something wrong; empty if no view holds it."""
+    for step in chain.steps:
+        if any(view.buffer.name == buffer and _contains(view.box, index) for _, view in step.writes()):
+            return step.name
+    return ""
 
 
 def _contains(box: Any, index: list[int]) -> bool:

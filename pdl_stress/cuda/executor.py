@@ -8,6 +8,7 @@ from functools import cached_property
 from ..chain import Chain
 from ..errors import PdlStressError
 from ..jobs import ArmAnswer, ArmJob, ControlAnswer, ControlJob, ExposureAnswer, ExposureJob, Job
+from ..op import Op
 from ..results import ArmResult, ControlResult, EdgeResult
 from ..statistics import MIN_KILLS, upper_bound
 from . import exposure
@@ -30,33 +31,40 @@ class Executor:
     def __init__(self, load: Callable[[str], Chain], *, seed: int = 0, time_limit: float = 60.0) -> None:
         self._load, self._seed, self._time_limit = load, seed, time_limit
         self._bench: Bench | None = None
-        self._verified: dict[tuple[str, str], str] = {}
+        self._verified: dict[tuple[Op, bool], str] = {}
 
     def execute(self, job: Job) -> ArmAnswer | ExposureAnswer | ControlAnswer:
         """Carries out one job.
 
         Raises:
-            PdlStressError: the chain, an op or the device failed.
+            PdlStressError: the chain, an op or the device failed; or the chain here is not the one that was judged.
         """
-        bench = self._bench_of(job.chain)
+        bench = self._bench_of(job)
         if isinstance(job, ArmJob):
             return self._arm(bench, job)
         if isinstance(job, ExposureJob):
-            found = exposure.measure(bench, bench.chain.varied(job.changes))
+            found = exposure.measure(bench, bench.chain.varied(job.changes), back_to_back=job.back_to_back)
             return ExposureAnswer(found.overlap, found.exposed) if found else ExposureAnswer()
         return self._control(bench, job)
 
-    def _bench_of(self, name: str) -> Bench:
-        if self._bench is None or self._bench.chain.name != name:
+    def _bench_of(self, job: Job) -> Bench:
+        if self._bench is None or self._bench.chain.name != job.chain:
             self._bench = None  # frees the other chain's memory first
-            self._bench = Bench(self._load(name), seed=self._seed, time_limit=self._time_limit)
+            chain = self._load(job.chain)
+            if (chain.name, chain.fingerprint) != (job.chain, job.fingerprint):
+                raise PdlStressError(
+                    f"the chain {chain.name!r} that was built where it should run is not the one that was judged. "
+                    "A spawned process shares no globals: make its function depend on nothing but its code."
+                )
+            self._bench = Bench(chain, seed=self._seed, time_limit=self._time_limit)
         return self._bench
 
     def _arm(self, bench: Bench, job: ArmJob) -> ArmAnswer:
         chain = job.variant(bench.chain)
+        sass = self._verify(chain)
 
         def capture() -> Captured:
-            captured = bench.capture(chain, cold=job.cold, back_to_back=job.back_to_back)
+            captured = bench.capture(chain, rotated=job.rotated, back_to_back=job.back_to_back)
             if job.serialized:
                 captured.serialize()
             return captured
@@ -72,9 +80,14 @@ class Executor:
             job.step,
             counts.seconds,
             counts.agree,
-            diagnose(bench, capture, counts) if counts.first_bad is not None else None,
+            note=bench.memory.weights_note() if job.rotated else "",
         )
-        return ArmAnswer(arm, _edges(captured), bench.memory.pool)
+        if counts.first_bad is not None:
+            try:
+                arm.mismatch = diagnose(bench, capture, counts)
+            except Exception as error:  # what was counted stands, whatever happens to its explanation
+                arm.note = f"not explained: {type(error).__name__}: {error}"
+        return ArmAnswer(arm, _edges(captured), bench.memory.pool, sass)
 
     def _control(self, bench: Bench, job: ControlJob) -> ControlAnswer:
         control = job.control
@@ -85,7 +98,8 @@ class Executor:
         if counts.mismatches:
             serialized = bench.capture(chain, unroll=CONTROL_UNROLL)
             serialized.serialize()
-            cause_checked = bench.run(serialized, job.replays).mismatches == 0
+            twin = bench.run(serialized, job.replays)
+            cause_checked = twin.mismatches == 0 and twin.agree
         kills = counts.mismatches
         if job.expected == "caught":
             verdict = "caught" if kills >= MIN_KILLS and cause_checked and counts.agree else "missed"
@@ -109,18 +123,19 @@ class Executor:
         return f"sm_{major}{minor}a"
 
     def _verify(self, chain: Chain) -> dict[str, str]:
-        """Checks the machine code of every step that is not as deployed (each variant once)."""
+        """Checks the machine code of every step that is not as deployed: the very binary that runs, each once."""
         found = {}
         for step in chain.steps:
-            if step.op.verify is None or step.contract == step.op.deployed:
+            delayed = step.delay_us is not None
+            if step.op.verify is None or (step.contract == step.op.deployed and not delayed):
                 continue
-            key = (step.op.name, str(step.contract))
+            key = (step.op, delayed)
             if key not in self._verified:
                 try:
-                    self._verified[key] = step.op.verify(step.contract, self._arch)
+                    self._verified[key] = step.op.verify(step.contract, self._arch, delayed)
                 except Exception as error:
                     raise PdlStressError(f"the machine code of {step.op.name} ({step.contract}): {error}") from error
-            found[f"{step.op.name}, {step.contract}"] = self._verified[key]
+            found[f"{step.op.name}, {step.contract}{', delay point' if delayed else ''}"] = self._verified[key]
         return found
 
 

@@ -35,8 +35,11 @@ class Exposure:
     samples: int
 
 
-def measure(bench: Bench, chain: Chain, samples: int = SAMPLES) -> Exposure | None:
-    """Stamps ``samples`` replays of ``chain``; ``None`` if an op of it has no stamps."""
+def measure(bench: Bench, chain: Chain, *, back_to_back: bool = False, samples: int = SAMPLES) -> Exposure | None:
+    """Stamps ``samples`` replays of ``chain``; ``None`` if an op of it has no stamps.
+
+    Back to back the edge from the last step to the first one of the next replay has an overlap too.
+    """
     import torch
 
     steps = chain.steps
@@ -44,7 +47,7 @@ def measure(bench: Bench, chain: Chain, samples: int = SAMPLES) -> Exposure | No
         return None
     fresh = torch.tensor([2**63 - 1, 2**63 - 1, 0, 0], device=bench.stream.device).repeat(bench.unroll, len(steps), 1)
     stamps = fresh.clone()
-    captured = bench.capture(chain, stamps=stamps)
+    captured = bench.capture(chain, back_to_back=back_to_back, stamps=stamps)
     rows: list[torch.Tensor] = []
     with graphs.Executable(captured.raw) as executable, torch.cuda.stream(bench.stream):
         bench.prime(captured)
@@ -60,8 +63,13 @@ def measure(bench: Bench, chain: Chain, samples: int = SAMPLES) -> Exposure | No
     def share(later: str, field: int, earlier: str) -> float:
         return float((times[:, place[later], START] < times[:, place[earlier], field]).double().mean())
 
+    overlap = {(a, b): share(b, END, a) for a, b in chain.edges}
+    if back_to_back:
+        graphs_of = torch.stack(rows)  # launch, replay, step, stamp
+        starts, ends = graphs_of[:, 1:, 0, START], graphs_of[:, :-1, -1, END]
+        overlap[steps[-1].name, steps[0].name] = float((starts < ends).double().mean())
     return Exposure(
-        {(a, b): share(b, END, a) for a, b in chain.edges},
+        overlap,
         {(e.writer, e.reader, e.buffer): share(e.reader, STORE, e.writer) for e in chain.data_edges},
         len(times),
     )

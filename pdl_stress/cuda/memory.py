@@ -23,6 +23,9 @@ NAN_PATTERN = 0x7FC1
 it from the NaN (0x7fff) that arithmetic on poison makes."""
 
 
+POISONABLE = ("bfloat16", "float16", "float32")
+
+
 class WeakReference(UsageError):
     """The references cannot tell a right result from a wrong one; what a run over them shows is worth nothing."""
 
@@ -35,7 +38,7 @@ class Memory:
         stream: torch stream on which everything runs.
         seed: of inputs and weights.
         pool: number of inputs; a multiple of ``unroll``.
-        unroll: replays in a graph; replay ``u`` of a graph uses weight set ``u % sets`` when cold.
+        unroll: replays in a graph; replay ``u`` of a graph uses weight set ``u % sets`` when rotated.
     """
 
     def __init__(self, chain: Chain, stream: Any, seed: int, pool: int = POOL, unroll: int = 16) -> None:
@@ -85,7 +88,7 @@ class Memory:
         made = {}
         for buffer in self.chain.constants:
             if isinstance(buffer.make, torch.Tensor):
-                tensor = buffer.make.to(self.device)
+                tensor = buffer.make.to(self.device, copy=True)  # a control may poison rows of it
             elif buffer.make is None:
                 tensor = self._random(buffer, buffer.shape)
             else:
@@ -105,15 +108,17 @@ class Memory:
             torch.uint8
         )
         for buffer in self.chain.graded:
-            if not torch_dtype(buffer).is_floating_point:
-                raise UsageError(f"buffer {buffer.name!r}: dtype {buffer.dtype} has no poison; use a floating dtype.")
+            if buffer.dtype not in POISONABLE:
+                raise UsageError(
+                    f"buffer {buffer.name!r}: dtype {buffer.dtype} has no poison; expected {', '.join(POISONABLE)}."
+                )
         return image
 
-    def weight_sets(self, cold: bool) -> int:
+    def weight_sets(self, rotated: bool) -> int:
         """How many weight sets a graph's replays rotate over: one, or enough to fill the L2 twice over."""
         import torch
 
-        if not cold:
+        if not rotated:
             return 1
         size = sum(t.numel() * t.element_size() for t in self.constants[0].values()) or 1
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size
@@ -125,7 +130,17 @@ class Memory:
                 self.constants.append(self._weights())
         return min(wanted, len(self.constants))
 
-    def reference(self, cold: bool) -> Any:
+    def weights_note(self) -> str:
+        """How the rotated weights compare with the L2: cold only if they fill it twice over."""
+        import torch
+
+        size = sum(t.numel() * t.element_size() for t in self.constants[0].values())
+        cache = torch.cuda.get_device_properties(self.device).L2_cache_size
+        count = self.weight_sets(True)
+        word = "cold" if count * size >= 2 * cache else "NOT cold"
+        return f"{count} weight sets of {size / 1e6:.1f} MB, L2 {cache / 1e6:.0f} MB: {word}"
+
+    def reference(self, rotated: bool) -> Any:
         """References of the whole pool, ``[pool, words * 16]`` bytes; made at the first call.
 
         Raises:
@@ -133,9 +148,9 @@ class Memory:
         """
         import torch
 
-        if cold in self.references:
-            return self.references[cold]
-        sets = self.weight_sets(cold)
+        if rotated in self.references:
+            return self.references[rotated]
+        sets = self.weight_sets(rotated)
         made = torch.empty(self.pool, self.words * WORD, dtype=torch.uint8, device=self.device)
         with torch.cuda.stream(self.stream):
             for index in range(self.pool):
@@ -150,7 +165,7 @@ class Memory:
                 made[index].copy_(self.arena)
             torch.cuda.synchronize(self.device)
         self._check_reference(made)
-        self.references[cold] = made
+        self.references[rotated] = made
         return made
 
     def _check_reference(self, reference: Any) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..chain import Chain
 from ..errors import DeviceError, PdlStressError, UsageError
-from ..jobs import Job
+from ..jobs import ArmJob, ControlJob, Job
 
 START_SECONDS = 180.0
 """For importing torch, making a context and compiling on top of a job's own limit."""
@@ -56,8 +56,9 @@ class Worker:
         if self._process is None:
             self._start()
         assert self._pipe is not None
-        # The child limits each run of a graph itself; this is for what hangs outside of one, as the eager reference.
-        limit = 3 * self._time_limit + (START_SECONDS if self._fresh else 0.0)
+        # The child limits what it enqueues itself; this is for what hangs elsewhere, as in the eager reference. A run
+        # that makes progress may be long: twice its replays (a control has a twin), at several times a replay's cost.
+        limit = 3 * self._time_limit + 2 * _seconds(job) + (START_SECONDS if self._fresh else 0.0)
         try:
             self._pipe.send(job)
             if not self._pipe.poll(limit):
@@ -66,7 +67,13 @@ class Worker:
             kind, value = self._pipe.recv()
         except (EOFError, OSError) as error:
             code = self._end()
-            raise WorkerFailed(f"the worker died (exit code {code}).") from error
+            hint = ""
+            if self._fresh:
+                hint = (
+                    " It had not answered yet: a script that calls stress() must do so under "
+                    '`if __name__ == "__main__":`, since the child imports it again.'
+                )
+            raise WorkerFailed(f"the worker died (exit code {code}).{hint}") from error
         self._fresh = False
         if kind == "refused":
             raise PdlStressError(value)
@@ -121,6 +128,15 @@ class Worker:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def _seconds(job: Job) -> float:
+    """A generous estimate of a job's replays: 100 us each, and its delay."""
+    if isinstance(job, ArmJob):
+        return job.replays * (100 + 3 * (job.delay_us or 0.0)) * 1e-6
+    if isinstance(job, ControlJob):
+        return job.replays * (100 + 3 * job.control.delay_us) * 1e-6
+    return 0.0
 
 
 def _serve(pipe: Connection, load: Callable[[str], Chain], seed: int, time_limit: float) -> None:

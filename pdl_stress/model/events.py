@@ -16,8 +16,8 @@ wait           start, and the prerequisite grids complete (R1; with R8 also *the
 read           the wait if the contract orders dependents behind it, else only start
 write          all reads of the CTA; the wait likewise
 trigger        the place that the contract names
-release        the trigger or the exit. Under rules where an unfenced trigger (or the exit) carries no visibility, the
-               dependent's accesses may take effect as if it had started with this CTA: then only start
+release        the trigger or the exit. Under rules where an unfenced trigger (or the exit) carries no visibility,
+               nothing: what the dependent reads without a wait may be as old as anything before
 exit           everything the CTA does
 complete       the exit of every CTA
 =============  =====================================================================================================
@@ -142,7 +142,7 @@ class _Builder:
                 self.events.append(event)
                 return event.index
 
-            start = add(Kind.START, released if step.pdl else complete)
+            start = add(Kind.START, [group for group in released if group] if step.pdl else complete)
             done = [start]
             has_wait = contract.wait not in (Wait.BRANCH, Wait.NEVER)
 
@@ -179,7 +179,7 @@ class _Builder:
                 )
             exit_ = add(Kind.EXIT, [(n,) for n in (*done, *triggers.values())])
             exits.append(exit_)
-            releases.append(self._release(start, triggers, exit_, contract.fence))
+            releases.append(self._release(triggers, exit_, contract.fence))
 
         completions.append(len(self.events))
         self.events.append(
@@ -187,12 +187,11 @@ class _Builder:
         )
         return releases
 
-    def _release(self, start: int, triggers: dict[Trigger, int], exit_: int, fence: bool) -> tuple[int, ...]:
-        """Events of which one must have happened before the dependent's accesses can take effect."""
+    def _release(self, triggers: dict[Trigger, int], exit_: int, fence: bool) -> tuple[int, ...]:
+        """Events of which one must have happened before the dependent's accesses can take effect; empty: none need."""
         if triggers:
-            carries = fence or self.rules.trigger_orders
-            return (*triggers.values(), exit_) if carries else (start,)
-        return (exit_,) if self.rules.exit_orders else (start,)
+            return (*triggers.values(), exit_) if fence or self.rules.trigger_orders else ()
+        return (exit_,) if self.rules.exit_orders else ()
 
     def _cells(self, view: View, replay: int, kind: Kind, cta: int, ctas: int) -> frozenset[Cell]:
         """Reads touch every tile of the view; of the writes each CTA does its share."""

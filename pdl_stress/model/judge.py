@@ -84,35 +84,39 @@ def explain(chain: Chain, edge: DataEdge, rules: RuleSet) -> Counterexample | No
 def expect(chain: Chain, edge: DataEdge) -> Expectation:
     """What a (faulty or repaired) chain must show on ``edge``, from the rules alone.
 
-    ``caught``: even the most permissive rule set lets the reader overtake the writer. ``clean``: the documentation
-    orders them. ``unpromised``: the documentation allows the bad outcome, but hardware was seen to be stricter.
+    ``clean``: the documentation orders every access. ``caught``: even the most permissive rule set lets the reader
+    overtake the writer, and nothing else, so that a kill has one cause. ``unpromised``: anything else; the
+    documentation allows a bad outcome, but hardware was seen to be stricter, or it could have another cause.
     """
-    documented = _race_of(races_of(build(chain, DOCUMENTED)), edge)
-    if documented is None:
-        return Expectation("clean", f"documented rules order {edge.writer} before {edge.reader}")
-    observed = _race_of(races_of(build(chain, OBSERVED_SM90)), edge)
-    if observed is not None:
-        return Expectation(
-            "caught", f"{edge.reader} may read {edge.buffer} before {edge.writer} writes it under every rule set"
-        )
-    return Expectation("unpromised", "; ".join(OPEN_QUESTIONS[name] for name in _open_questions(chain, edge)))
+    documented = races_of(build(chain, DOCUMENTED))
+    if not documented:
+        return Expectation("clean", f"documented rules order {edge.writer} before {edge.reader}, and all else")
+    observed = races_of(build(chain, OBSERVED_SM90))
+    others = [race for race in observed if not _is_of(race, edge)]
+    if others:
+        return Expectation("unpromised", f"not attributable: another race is possible, {others[0]}")
+    if observed:
+        reason = f"{edge.reader} may read {edge.buffer} before {edge.writer} writes it under every rule set"
+        return Expectation("caught", reason)
+    return Expectation("unpromised", "; ".join(OPEN_QUESTIONS[name] for name in _open_questions(chain)))
 
 
-def _open_questions(chain: Chain, edge: DataEdge) -> tuple[str, ...]:
-    """The smallest set of open questions whose permissive answers order the edge."""
+def _open_questions(chain: Chain) -> tuple[str, ...]:
+    """The smallest set of open questions whose permissive answers order the chain."""
     for size in range(1, len(OPEN_QUESTIONS) + 1):
         for names in combinations(OPEN_QUESTIONS, size):
             rules = replace(DOCUMENTED, name="+".join(names), **dict.fromkeys(names, True))
-            if _race_of(races_of(build(chain, rules)), edge) is None:
+            if not races_of(build(chain, rules)):
                 return names
-    raise ModelError(f"chain {chain.name!r}: no open question explains why {edge} is ordered on hardware.")
+    raise ModelError(f"chain {chain.name!r}: no open question explains why it is ordered on hardware.")
+
+
+def _is_of(race: Race, edge: DataEdge) -> bool:
+    return race.steps == (edge.writer, edge.reader) and race.buffer == edge.buffer and race.second.kind is Kind.READ
 
 
 def _race_of(races: list[Race], edge: DataEdge) -> Race | None:
-    for race in races:
-        if race.steps == (edge.writer, edge.reader) and race.buffer == edge.buffer and race.second.kind is Kind.READ:
-            return race
-    return None
+    return next((race for race in races if _is_of(race, edge)), None)
 
 
 def _most_physical(chain: Chain, replays: int, structure: Structure, race: Race) -> Counterexample:

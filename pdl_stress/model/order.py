@@ -7,7 +7,6 @@ every schedule. Two accesses conflict if they touch a common cell and at least o
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 from ..chain import Chain
@@ -42,50 +41,65 @@ class Race:
         return f"{self.kind}: {second.step} {second.kind} {second.view} before {first.step} {first.kind} it"
 
 
+class Possible:
+    """What can happen in a structure if one event never does. Keeps the structure's index, for many questions."""
+
+    def __init__(self, structure: Structure) -> None:
+        self._events = structure.events
+        self._groups: list[list[tuple[int, int]]] = [[] for _ in structure.events]
+        for event in structure.events:
+            for number, group in enumerate(event.needs):
+                for member in group:
+                    self._groups[member].append((event.index, number))
+        self._roots = [event.index for event in structure.events if not event.needs]
+
+    def without(self, excluded: int) -> set[int]:
+        """Indices of all events that can happen if the event ``excluded`` never does: a least fixed point."""
+        missing = [len(event.needs) for event in self._events]
+        met: set[tuple[int, int]] = set()
+        done: set[int] = set()
+        ready = [index for index in self._roots if index != excluded]
+        while ready:
+            index = ready.pop()
+            done.add(index)
+            for group in self._groups[index]:
+                if group not in met:
+                    met.add(group)
+                    missing[group[0]] -= 1
+                    if not missing[group[0]] and group[0] != excluded:
+                        ready.append(group[0])
+        return done
+
+
 def without(structure: Structure, excluded: int) -> set[int]:
     """Indices of all events that can happen if the event ``excluded`` never does."""
-    events = structure.events
-    waiting: dict[int, list[int]] = {}
-    missing: list[int] = []
-    for event in events:
-        missing.append(len(event.needs))
-        for group_event in {member for group in event.needs for member in group}:
-            waiting.setdefault(group_event, []).append(event.index)
-    done: set[int] = set()
-    met: dict[int, set[int]] = {}
-    ready = deque(event.index for event in events if not event.needs and event.index != excluded)
-    while ready:
-        index = ready.popleft()
-        if index in done:
-            continue
-        done.add(index)
-        for dependent in waiting.get(index, ()):
-            if dependent == excluded or dependent in done:
-                continue
-            groups = met.setdefault(dependent, set())
-            groups.update(g for g, group in enumerate(events[dependent].needs) if index in group)
-            if len(groups) == missing[dependent]:
-                ready.append(dependent)
-    return done
+    return Possible(structure).without(excluded)
 
 
 def races_of(structure: Structure) -> list[Race]:
     """All races between different steps, one per (steps, buffer, kind), in sequential order."""
+    possible = Possible(structure)
     accesses = structure.accesses
+    by_buffer: dict[str, list[Event]] = {}
+    for access in accesses:
+        by_buffer.setdefault(next(iter(access.cells))[0], []).append(access)
     found: dict[tuple[object, ...], Race] = {}
     for first in accesses:
+        # All CTAs of a grid run the same program: what can overtake one of them can overtake any.
+        if first.cta:
+            continue
         rivals = [
             second
-            for second in accesses
+            for second in by_buffer[next(iter(first.cells))[0]]
             if second.position > first.position
             and Kind.WRITE in (first.kind, second.kind)
             and not first.cells.isdisjoint(second.cells)
         ]
         if not rivals:
             continue
-        possible = without(structure, first.index)
+        reachable = possible.without(first.index)
         for second in rivals:
-            if second.index in possible:
+            if second.index in reachable:
                 race = Race(first, second)
                 found.setdefault((first.position, second.position, race.buffer, race.kind), race)
     return list(found.values())

@@ -46,6 +46,11 @@ def print_cases(cases: Iterable[CaseResult], console: Console, *, everything: bo
     if controls:
         console.print(controls_summary(controls))
     for case in cases:
+        if case.rules != "documented":
+            console.print(f"{escape(case.chain)}: {escape(case.model)}", soft_wrap=True)
+        if case.faults is not None and not case.planted:
+            chosen = ", ".join(case.faults) or "none"
+            console.print(f"{escape(case.chain)}: only some controls ran ({escape(chosen)})", soft_wrap=True)
         if everything or case.verdict not in (Outcome.PASS, Outcome.ORDERED):
             console.print(details(case) if everything else _reasons(case))
 

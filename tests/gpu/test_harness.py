@@ -82,7 +82,7 @@ def test_cold_weights_rotate_over_sets_that_differ(bench: Any) -> None:
     size = sum(t.numel() * t.element_size() for t in sets[0].values())
     assert count * size >= 2 * torch.cuda.get_device_properties(0).L2_cache_size
     assert not torch.equal(sets[0]["wqkv"], sets[1]["wqkv"])
-    assert bench.run(bench.capture(bench.chain, cold=True), 512).mismatches == 0
+    assert bench.run(bench.capture(bench.chain, rotated=True), 512).mismatches == 0
 
 
 def test_equal_inputs_are_refused() -> None:
@@ -129,7 +129,9 @@ def test_a_planted_fault_is_found_and_named(bench: Any, planted: str, edge: tupl
     from pdl_stress.cuda.executor import Executor
 
     chain = catalog.load(CHAIN)
-    answer = Executor(lambda name: chain).execute(ArmJob(CHAIN, "planted", 512, planted=plant(chain, planted)))
+    answer = Executor(lambda name: chain).execute(
+        ArmJob(CHAIN, chain.fingerprint, "planted", 512, planted=plant(chain, planted))
+    )
     mismatch = answer.arm.mismatch
     assert answer.arm.mismatches > 0
     assert mismatch is not None
@@ -152,6 +154,10 @@ def test_every_data_edge_is_exposed_by_its_delayed_arm(bench: Any) -> None:
     assert deployed is not None
     # Triggers sit after the stores, so as deployed nothing that skips a step can be exposed.
     assert deployed.exposed["projection", "kv_norm", "qkv"] == 0.0
+    changes = delayed_changes(bench.chain, "kv_norm", 10.0)
+    around = measure(bench, bench.chain.varied(changes), back_to_back=True)
+    assert around is not None
+    assert around.overlap["kv_norm", "producer"] > 0.5, "the next replay starts while this one still runs"
 
 
 @op(reads=("input",), writes=("out",))
@@ -180,3 +186,34 @@ def test_integer_inputs_are_refused() -> None:
     assert verdict.outcome is Outcome.ERROR
     assert any("int32" in text for text in verdict.case.errors)
     assert not isinstance(verdict, UsageError)
+
+
+def test_a_chain_that_ends_in_place_has_no_ring() -> None:
+    """Its last step updates a buffer that is read too: nothing is output only, and back to back must still count."""
+    from pdl_stress.catalog import ops
+
+    chain = Chain("in-place")
+    hidden, x = chain.input("hidden", (2, 512), "bfloat16"), chain.buffer("x", (2, 512), "bfloat16")
+    gain = chain.constant("gain", (512,), "bfloat16")
+    chain.step("norm", ops.rmsnorm, input=hidden, weight=gain, out=x)
+    chain.step("again", ops.rmsnorm, input=x, weight=gain, out=x)
+    from pdl_stress.cuda.bench import Bench
+
+    bench = Bench(chain)
+    for back_to_back in (False, True):
+        counts = bench.run(bench.capture(chain, back_to_back=back_to_back), 512)
+        assert (counts.replays, counts.mismatches, counts.agree) == (512, 0, True)
+
+
+def test_a_counted_mismatch_outlives_a_failed_explanation(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdl_stress.cuda import executor as module
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no idea")
+
+    monkeypatch.setattr(module, "diagnose", broken)
+    chain = catalog.load(CHAIN)
+    job = ArmJob(CHAIN, chain.fingerprint, "planted", 512, planted=plant(chain, "F02@q_norm"))
+    arm = module.Executor(lambda name: chain).execute(job).arm
+    assert arm.mismatches == 512
+    assert "no idea" in arm.note

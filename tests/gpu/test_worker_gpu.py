@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from pdl_stress import Chain, Outcome, catalog, op
-from pdl_stress.campaign import Plan, run_on_gpu
+from pdl_stress.campaign import run_on_gpu
 from pdl_stress.cuda.worker import Worker
+from pdl_stress.plan import Plan
 
 pytestmark = pytest.mark.gpu
 

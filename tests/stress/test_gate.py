@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pdl_stress import Outcome, catalog
-from pdl_stress.campaign import Plan, run_on_gpu
+from pdl_stress.campaign import run_on_gpu
 from pdl_stress.cuda.worker import Worker
 from pdl_stress.faults import Control, plan_controls
 from pdl_stress.jobs import ArmJob, plan_arms
+from pdl_stress.plan import Plan
 from pdl_stress.results import CaseResult
 
 pytestmark = pytest.mark.gpu
