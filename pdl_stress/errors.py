@@ -24,5 +24,6 @@ class DeviceError(PdlStressError):
 class UnsupportedVariant(PdlStressError):
     """An operation cannot be rebuilt to the contract that a control or an arm asks for.
 
-    The control is reported as not run, with this text; it is never counted as clean or caught.
+    Such a control is not planned at all: it is never counted as clean or caught, and a data edge that no control
+    covers makes the verdict INCONCLUSIVE.
     """
