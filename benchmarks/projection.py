@@ -21,10 +21,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fusions.ops import tinygemm2
+from fusions.ops import Behaviour, tinygemm2
 from pdl_stress.cuda.device import environment
 
 K, N_Q, N_KV, SETS, REPEATS, ROUNDS = 5120, 1280, 512, 24, 20, 15
+EARLY = Behaviour("loaders", "after_wait")
 Call = Callable[[int], object]
 
 
@@ -91,6 +92,7 @@ def candidates(tokens: int, weights: list[torch.Tensor]) -> dict[str, Call]:
         "two native tinygemm2, PDL": two(True),
         "one native tinygemm2": lambda i: tinygemm2(x, weights[i], out=both, pdl=False),
         "one native tinygemm2, PDL": lambda i: tinygemm2(x, weights[i], out=both, pdl=True),
+        "the same, trigger after its wait": lambda i: tinygemm2(x, weights[i], out=both, pdl=True, behaviour=EARLY),
     }
     try:
         from flashinfer.gemm import tinygemm_bf16
