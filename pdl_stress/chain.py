@@ -34,6 +34,7 @@ DTYPES = (
 """Names of torch dtypes that a buffer may have. Graded ones need a poison: see ``cuda/memory.py``."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\Z")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class Role(StrEnum):
@@ -269,10 +270,8 @@ class Chain:
         for key, view in step.reads():
             boxes = [w.box for w in written if w.buffer is view.buffer]
             if view.buffer.role is Role.INTERMEDIATE and not covered(view.box, boxes):
-                partly = "" if not boxes else "all of "
-                raise UsageError(
-                    f"step {name!r}: operand {key!r} reads {view}, {partly}which no earlier step has written."
-                )
+                gap = "not all of which earlier steps have written" if boxes else "which no earlier step has written"
+                raise UsageError(f"step {name!r}: operand {key!r} reads {view}, {gap}.")
         for key, view in step.writes():
             if view.buffer.role is not Role.INTERMEDIATE:
                 raise UsageError(f"step {name!r}: operand {key!r} writes {view}, which is of role {view.buffer.role}.")
@@ -365,23 +364,30 @@ class Chain:
 
     @property
     def fingerprint(self) -> str:
-        """Tells this chain from another one of the same name: steps, contracts, parameters, views, shapes, dtypes."""
+        """Tells this chain from another one of the same name: steps, contracts, parameters, views, shapes, dtypes.
+
+        Addresses of objects do not count: they differ from process to process.
+        """
         steps = [
             (s.name, s.op.name, s.op.kernels, str(s.contract), sorted(s.params.items()), s.pdl, s.delay_us,
              sorted((name, str(view)) for name, view in s.operands.items()))
             for s in self.steps
         ]  # fmt: skip
         buffers = [(b.name, b.shape, b.dtype, str(b.role)) for b in self.buffers.values()]
-        return sha256(repr((self.name, steps, buffers)).encode()).hexdigest()[:16]
+        text = _ADDRESS.sub("", repr((self.name, steps, buffers)))
+        return sha256(text.encode()).hexdigest()[:16]
 
     def check(self) -> None:
-        """Raises UsageError unless the chain can be run: it has an input, a step, and every buffer is used."""
+        """Raises UsageError unless the chain can be run: it has an input, a step, every buffer is used, every step has
+        a CTA."""
         if not self._steps or not self.inputs:
             raise UsageError(f"chain {self.name!r}: it needs at least one input and one step.")
         # What the producer alone writes is used by nothing: such a chain has no data edge, and nothing would be tested.
         used = {view.buffer.name for step in self.steps if not step.source for view in step.operands.values()}
         if unused := set(self.buffers) - used:
             raise UsageError(f"chain {self.name!r}: no step uses {sorted(unused)}.")
+        for step in self.steps:
+            _ = step.ctas
 
     # -- derived chains ----------------------------------------------------------------------------------------------
 

@@ -56,9 +56,8 @@ def _judge_arms(case: CaseResult) -> list[tuple[Outcome, str]]:
     for arm in case.arms:
         name = arm.name if arm.step is None else f"{arm.name} ({arm.step}, {arm.delay_us:g} us)"
         if arm.mismatches:
-            found.append(
-                (Outcome.FAIL, f"{arm.mismatches} of {arm.replays} replays differ in arm «{name}»: {arm.mismatch}")
-            )
+            why = arm.mismatch or arm.note or "not explained"
+            found.append((Outcome.FAIL, f"{arm.mismatches} of {arm.replays} replays differ in arm «{name}»: {why}"))
         if not arm.counters_agree:
             found.append((Outcome.INCONCLUSIVE, f"device and host counts differ in arm «{name}»"))
         if arm.replays < case.requested_replays or arm.replays < MIN_REPLAYS:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,16 +90,26 @@ def test_a_third_party_chain_in_a_dozen_lines() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"replays": 0}, "replays is 0; expected at least 1"),
+        ({"replays": 0}, "replays is 0; expected 1 to "),
         ({"replays": -5}, "replays is -5"),
+        ({"replays": 2.5}, r"replays is 2\.5; expected a whole number"),
+        ({"replays": "2000"}, "replays is '2000'; expected a whole number"),
+        ({"replays": None}, "replays is None; expected a whole number"),
+        ({"seed": -1}, "seed is -1; expected 0 to "),
+        ({"seed": "x"}, "seed is 'x'; expected a whole number"),
+        ({"rules": None}, "rules is None; expected one of documented, observed:sm_90"),
         ({"rules": "observed"}, "unknown rule set 'observed'; expected one of documented, observed:sm_90"),
         ({"machine": "gpu"}, "unknown machine 'gpu'"),
         ({"controls": ("F99",)}, "unknown fault 'F99'"),
         ({"controls": ("F02@nowhere",)}, "no chain of this run has a step 'nowhere'"),
-        ({"delays_us": ()}, r"delays_us is \(\)"),
-        ({"delays_us": (-1.0,)}, r"delays_us is \(-1\.0,\); expected microseconds from 0 to 1000"),
-        ({"delays_us": (1e9,)}, "expected microseconds from 0 to 1000"),
-        ({"delays_us": (float("nan"),)}, "expected microseconds from 0 to 1000"),
+        ({"controls": "F02"}, r"faults is 'F02'; expected names such as \('F00@q_norm', 'F02'\), or None"),
+        ({"delays_us": ()}, "delays_us is empty; expected at least one window"),
+        ({"delays_us": 5.0}, r"delays_us is 5\.0; expected a tuple"),
+        ({"delays_us": (-1.0,)}, r"delays_us: -1\.0; expected a number from 0 to 1000"),
+        ({"delays_us": (1e9,)}, "expected a number from 0 to 1000"),
+        ({"delays_us": (float("nan"),)}, "delays_us: nan; expected a number from 0 to 1000"),
+        ({"time_limit": 0}, "time_limit: 0; expected a number from"),
+        ({"time_limit": float("inf")}, "time_limit: inf; expected a number from"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], words: str) -> None:
@@ -104,10 +117,24 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], words: str) -> Non
         stress(small, **{"machine": "model", **arguments})
 
 
-@pytest.mark.parametrize("thing", [None, 5, "csa2-fused-m1", lambda: None])
+@pytest.mark.parametrize("thing", [None, 5, "csa2-fused-m1", Chain, Verdict])
 def test_what_is_no_chain_is_refused(thing: Any) -> None:
     with pytest.raises(UsageError, match="is no Chain; give one, or a function that builds one"):
         stress(thing, machine="model")
+
+
+@pytest.mark.parametrize("gives", [None, "csa2-fused-m1", Chain, small])
+def test_a_function_that_builds_no_chain_is_refused(gives: Any) -> None:
+    with pytest.raises(UsageError, match=r"<lambda> at .* gave .*, which is no Chain\."):
+        stress(lambda: gives, machine="model")
+
+
+def test_bad_requests_are_refused_before_a_device_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdl_stress.cuda.device.presence", lambda: pytest.fail("a device was looked for"))
+    with pytest.raises(UsageError, match="is no Chain"):
+        stress(Chain)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="expected a whole number"):
+        stress(small, replays="many")  # type: ignore[arg-type]
 
 
 def test_an_unfinished_chain_is_refused() -> None:
@@ -162,6 +189,41 @@ def test_a_function_is_run_in_a_child_and_a_chain_is_not(monkeypatch: pytest.Mon
     used.clear()
     assert stress(small(), controls=()).outcome is Outcome.ERROR
     assert set(used) == {"here"}
+
+
+ELSEWHERE = """
+import multiprocessing
+from pdl_stress import Chain, Trigger, Wait, op
+
+def build():
+    child = multiprocessing.parent_process() is not None
+
+    @op(reads=("input",), writes=("out",), wait=Wait.ALL, trigger=Trigger.NONE if child else Trigger.ENTRY)
+    def my_op(*, input, out, pdl):
+        raise AssertionError("no kernel runs in this test")
+
+    chain = Chain("elsewhere")
+    hidden, x = chain.input("hidden", (1, 8), "bfloat16"), chain.buffer("x", (1, 8), "bfloat16")
+    chain.step("only", my_op, input=hidden, out=x)
+    return chain
+"""
+
+
+def test_a_child_that_builds_another_chain_than_was_judged_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A real child process: it refuses before it touches a GPU."""
+    (tmp_path / "builds_another.py").write_text(ELSEWHERE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    build = importlib.import_module("builds_another").build
+    seen(monkeypatch, Presence.USABLE)
+    monkeypatch.setattr("pdl_stress.cuda.device.verdict_blockers", list)
+    verdict = stress(build)
+    assert verdict.outcome is Outcome.ERROR
+    assert verdict.case.reasons[0].startswith("arm as deployed: the chain 'elsewhere' that was built")
+    assert "is not the one that was judged" in verdict.case.reasons[0]
+    assert verdict.case.replays == 0
+    del sys.modules["builds_another"]
 
 
 def test_everything_that_is_exported_exists() -> None:

@@ -38,6 +38,7 @@ from pdl_stress.jobs import (
     plan_arms,
 )
 from pdl_stress.model import DOCUMENTED, OBSERVED_SM90
+from pdl_stress.plan import CONTROL_REPLAYS, Plan, clean_jobs
 from pdl_stress.results import ArmResult, CaseResult, ControlResult, EdgeResult
 from pdl_stress.statistics import upper_bound
 
@@ -77,8 +78,11 @@ class Fake:
         if isinstance(job, ExposureJob):
             variant = chain.varied(job.changes)
             delayed = [step.name for step in variant.steps if step.delay_us]
+            pairs = list(variant.edges)
+            if job.back_to_back:
+                pairs.append((pairs[-1][1], pairs[0][0]))
             return ExposureAnswer(
-                dict.fromkeys(variant.edges, 0.75),
+                dict.fromkeys(pairs, 0.75),
                 {(e.writer, e.reader, e.buffer): 1.0 for e in variant.data_edges if e.writer in delayed},
             )
         job.control.apply(chain)
@@ -120,18 +124,23 @@ def test_the_arms_are_four_plain_ones_and_every_step_delayed_by_every_window(
 ) -> None:
     chain = catalog.load(name)
     jobs = plan_arms(chain, 500, delays)
-    assert [(j.name, j.cold, j.serialized, j.back_to_back) for j in jobs[:4]] == [
+    assert [(j.name, j.rotated, j.serialized, j.back_to_back) for j in jobs[:4]] == [
         ("as deployed", False, False, False),
-        ("as deployed, cold weights", True, False, False),
+        ("as deployed, weights rotated", True, False, False),
         ("serialized", False, True, False),
         ("back to back", False, False, True),
     ]
     assert all(not j.changes and j.step is None for j in jobs[:4])
-    wanted = {(step.name, delay) for step in chain.steps for delay in delays if delay > 0}
-    assert [(j.step, j.delay_us) for j in jobs[4:]] == sorted(
-        wanted, key=lambda pair: ([s.name for s in chain.steps].index(pair[0]), pair[1])
-    )
+    last = chain.steps[-1].name
+    wanted = []
+    for step in chain.steps:
+        for delay in sorted(delays):
+            if delay > 0:
+                wanted.append(("delayed", step.name, delay, False))
+                wanted += [("back to back, delayed", last, delay, True)] if step.name == last else []
+    assert [(j.name, j.step, j.delay_us, j.back_to_back) for j in jobs[4:]] == wanted
     assert all(j.replays == 500 and j.planted is None for j in jobs)
+    assert all((j.chain, j.fingerprint) == (name, chain.fingerprint) for j in jobs)
     for job in jobs[4:]:
         variant = job.variant(chain)
         assert {s.name: s.delay_us for s in variant.steps if s.delay_us is not None} == {job.step: job.delay_us}
@@ -165,8 +174,8 @@ def mixed_chain() -> Chain:
     contract = KernelContract(("a",), ("o",))
     native = Op("native", contract, lambda **_: None, contract, waits=frozenset(Wait))
     library = Op("library", contract, lambda **_: None, contract)
-    x, y, z = (chain.buffer(name, (4,), "f") for name in "xyz")
-    chain.step("first", native, a=chain.input("h", (4,), "f"), o=x)
+    x, y, z = (chain.buffer(name, (4,), "float32") for name in "xyz")
+    chain.step("first", native, a=chain.input("h", (4,), "float32"), o=x)
     chain.step("middle", library, a=x, o=y)
     chain.step("last", native, a=x, o=z)
     return chain
@@ -175,7 +184,7 @@ def mixed_chain() -> Chain:
 def test_a_step_that_cannot_be_rebuilt_is_left_as_it_is() -> None:
     chain = mixed_chain()
     jobs = plan_arms(chain, 1, (2.0,))
-    assert [job.step for job in jobs[4:]] == ["producer", "first", "last"]
+    assert [job.step for job in jobs[4:]] == ["producer", "first", "last", "last"]
     for job in jobs:
         assert job.variant(chain)["middle"].op is chain["middle"].op
     cases = run_on_gpu([chain], Plan(REPLAYS), Fake(chain))
@@ -197,7 +206,9 @@ def test_a_healthy_gpu_passes_every_shipped_chain() -> None:
         assert [j.name for j in mine if isinstance(j, ExposureJob)] == [
             "as deployed",
             *(f"delayed ({step.name}, 10 us)" for step in chain.steps[:-1]),
+            f"back to back, delayed ({chain.steps[-1].name}, 10 us)",
         ]
+        assert case.planned == (len(case.arms), len(case.controls))
 
 
 def test_controls_are_told_what_the_model_expects_of_them() -> None:
@@ -392,7 +403,7 @@ def test_a_case_with_a_failed_arm_is_given_up_and_says_what_did_not_run() -> Non
     (broken, whole), fake = run("csa2-fused-m1", "csa2-separate-m1", twist=fails(which, DeviceError("it hung")))
     ran = [job for job in fake.jobs if job.chain == "csa2-fused-m1"]
     assert which(ran[-1]), "neither a later arm nor a control"
-    arms = len(plan_arms(catalog.load("csa2-fused-m1"), REPLAYS, DELAYS_US)) + 5  # and five exposures
+    arms = len(clean_jobs(catalog.load("csa2-fused-m1"), Plan(REPLAYS)))
     controls = len(plan_controls(catalog.load("csa2-fused-m1"), None, DELAYS_US))
     assert broken.errors[1] == f"{arms - len(ran)} jobs not run after that, from «arm delayed (q_norm, 10 us)» on"
     assert broken.errors[2].startswith(f"{controls} jobs not run after that, from «control F00 ")
@@ -438,8 +449,159 @@ def test_what_has_finished_is_kept_after_each_phase_of_each_case() -> None:
     assert kept[0][0].arms == cases[0].arms
     assert kept[0][0].controls == []
     assert kept[0][1].arms == []
-    for unfinished in kept[0]:
-        assert unfinished.verdict is Outcome.INCONCLUSIVE, "half a run must not read as a pass"
+    assert kept[0][0].verdict is Outcome.ERROR, "planned controls have no result yet"
+    assert kept[0][1].verdict is Outcome.INCONCLUSIVE, "half a run must not read as a pass"
+    assert kept[2][0].verdict is Outcome.PASS
+    assert kept[2][1].verdict is Outcome.ERROR
+
+
+def test_a_mismatch_counted_before_an_interrupt_is_judged_and_kept() -> None:
+    chains = [catalog.load("csa2-fused-m1"), catalog.load("csa2-separate-m1")]
+    kept: list[list[CaseResult]] = []
+
+    def twist(job: Job, answer: Any) -> Any:
+        if job.chain == "csa2-fused-m1" and only(ArmJob, name="as deployed")(job):
+            answer.arm.mismatches = 1
+        if only(ArmJob, name="back to back")(job):
+            raise KeyboardInterrupt
+        return answer
+
+    with pytest.raises(KeyboardInterrupt):
+        run_on_gpu(chains, Plan(REPLAYS), Fake(*chains, twist=twist), keep=lambda c: kept.append(copy.deepcopy(c)))
+    ((first, second),) = kept
+    assert first.verdict is Outcome.FAIL
+    assert any("1 of 2000 replays differ in arm «as deployed»" in reason for reason in first.reasons)
+    assert any(reason.startswith("3 of 16 planned arms have a result") for reason in first.reasons), first.reasons
+    assert (second.verdict, second.arms) == (Outcome.INCONCLUSIVE, []), "it had not begun"
+
+
+def test_an_interrupt_among_controls_leaves_an_error() -> None:
+    chain = catalog.load("csa2-fused-m1")
+    kept: list[list[CaseResult]] = []
+    left = [None] * 5
+
+    def twist(job: Job, answer: Any) -> Any:
+        if isinstance(job, ControlJob):
+            if not left:
+                raise KeyboardInterrupt
+            left.pop()
+        return answer
+
+    with pytest.raises(KeyboardInterrupt):
+        run_on_gpu([chain], Plan(REPLAYS), Fake(chain, twist=twist), keep=lambda c: kept.append(copy.deepcopy(c)))
+    (case,) = kept[-1]
+    assert len(case.controls) == 5
+    assert case.verdict is Outcome.ERROR
+    assert any(reason.startswith("5 of ") and "planned controls" in reason for reason in case.reasons)
+
+
+# --- answers that are none -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "which",
+    [
+        only(ArmJob, name="as deployed"),
+        only(ArmJob, name="serialized"),
+        only(ArmJob, step="kv_norm", delay_us=2.0),
+        only(ExposureJob, name="as deployed"),
+        only(ControlJob, expected="caught"),
+        only(ControlJob, expected="clean"),
+        only(ControlJob, expected="unpromised"),
+        lambda job: True,
+    ],
+    ids=["an arm", "serialized", "delayed", "exposure", "caught", "clean", "unpromised", "all"],
+)
+def test_answers_that_get_lost_are_an_error(which: Callable[[Job], bool]) -> None:
+    (case,), _ = run(twist=lambda job, answer: None if which(job) else answer)
+    assert case.verdict is Outcome.ERROR
+    assert any("NoneType is no answer to " in reason for reason in case.reasons), case.reasons
+
+
+def test_the_last_answer_given_again_is_an_error() -> None:
+    """As an executor would that is one answer behind."""
+    before: list[Any] = []
+
+    def late(job: Job, answer: Any) -> Any:
+        before.append(answer)
+        return before[-2] if len(before) > 1 else answer
+
+    (case,), _ = run(twist=late)
+    assert case.verdict is Outcome.ERROR
+    assert any("an answer to another job" in reason for reason in case.reasons)
+
+
+def test_a_chain_that_is_not_the_one_that_was_judged_is_an_error() -> None:
+    """The real executor, which refuses before it touches a GPU."""
+    from pdl_stress.cuda.executor import Executor
+
+    judged = mixed_chain()
+    built = judged.varied({"last": {"wait": Wait.NEVER}})
+    (case,) = run_on_gpu([judged], Plan(REPLAYS), Executor(lambda name: built))
+    assert case.verdict is Outcome.ERROR
+    assert "is not the one that was judged" in case.reasons[0]
+    assert all(arm.replays == 0 for arm in case.arms)
+
+
+# --- chains that controls cannot cover -----------------------------------------------------------------------------
+
+
+def native(*reads: str, **contract: Any) -> Op:
+    made = KernelContract(reads, ("o",), **contract)
+    return Op("native", made, lambda **_: None, made, waits=frozenset(Wait))
+
+
+def war_chain() -> Chain:
+    """s1 writes x, s2 reads it, s3 overwrites it."""
+    chain = Chain("war")
+    hidden = chain.input("h", (4,), "float32")
+    x, y = chain.buffer("x", (4,), "float32"), chain.buffer("y", (4,), "float32")
+    chain.step("s1", native("a"), a=hidden, o=x)
+    chain.step("s2", native("a"), a=x, o=y)
+    chain.step("s3", native("a"), a=y, o=x)
+    return chain
+
+
+def residual_chain() -> Chain:
+    """A -> B -> R, and R reads both A's x and B's y."""
+    chain = Chain("residual")
+    hidden = chain.input("h", (4,), "float32")
+    x, y, z = (chain.buffer(name, (4,), "float32") for name in "xyz")
+    chain.step("A", native("a"), a=hidden, o=x)
+    chain.step("B", native("a"), a=x, o=y)
+    chain.step("R", native("a", "b"), a=x, b=y, o=z)
+    return chain
+
+
+def test_a_buffer_that_is_written_again_is_inconclusive_on_a_perfect_gpu() -> None:
+    """No control breaks the order of a write behind a read: a clean run says nothing about it."""
+    chain = war_chain()
+    (case,) = run_on_gpu([chain], Plan(REPLAYS), Fake(chain))
+    assert case.verdict is Outcome.INCONCLUSIVE
+    assert case.reuses == ["s3 writes x, which s1 wrote", "s3 writes x, which s2 reads"]
+    assert case.reasons[:2] == [f"{text}: no control covers that order yet" for text in case.reuses]
+
+
+def test_twins_of_a_residual_chain_may_kill_without_a_fail() -> None:
+    """The twin of F07 skips the wait that also orders B's y: what it shows is no fault of the chain."""
+    chain = residual_chain()
+
+    def kills(job: Job, answer: Any) -> Any:
+        if isinstance(job, ControlJob) and job.control.fault == "F07":
+            assert job.control.edge.writer == "A"
+            assert job.control.edge.reader == "R"
+            assert job.expected == "unpromised", job.control.variant
+            vars(answer.result).update(kills=job.replays, verdict="seen")
+        return answer
+
+    fake = Fake(chain, twist=kills)
+    (case,) = run_on_gpu([chain], Plan(REPLAYS), fake)
+    assert sum(job.control.fault == "F07" for job in fake.jobs if isinstance(job, ControlJob)) == 9
+    assert case.verdict is not Outcome.FAIL
+    assert case.errors == []
+    twins = [c for c in case.controls if c.fault == "F07" and "twin" in c.variant]
+    assert len(twins) == 3
+    assert all(c.reason.startswith("not attributable: another race is possible, stale read: R reads y") for c in twins)
 
 
 # --- blockers ------------------------------------------------------------------------------------------------------
@@ -530,6 +692,54 @@ def test_the_model_gives_no_rates_and_no_bounds() -> None:
     assert {c.delay_us for c in case.controls} == {10.0}, "time does not exist on the model: one window is enough"
 
 
+def test_the_model_tells_how_far_it_is_and_keeps_each_case() -> None:
+    chains = [catalog.load("csa2-fused-m1"), catalog.load("csa2-separate-m1")]
+    seen: list[tuple[str, int, int]] = []
+    kept: list[list[CaseResult]] = []
+    cases = run_on_model(
+        chains,
+        Plan(faults=("F02", "F07")),
+        lambda text, done, total: seen.append((text, done, total)),
+        lambda found: kept.append(copy.deepcopy(found)),
+    )
+    assert [[case.chain for case in found] for found in kept] == [[chains[0].name], [chain.name for chain in chains]]
+    assert kept[-1] == cases
+    controls = sum(len(case.controls) for case in cases)
+    assert {total for _, _, total in seen} == {controls + 2}
+    counts = [done for _, done, _ in seen]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (0, controls + 2)
+    assert [text for text, _, _ in seen if text.endswith(": model")] == [f"{chain.name}: model" for chain in chains]
+    assert sum(": control F02 never waits @" in text for text, _, _ in seen) == 9
+    assert all(case.planned == (0, len(case.controls)) for case in cases)
+
+
+def test_the_model_controls_what_has_no_kernels_to_control() -> None:
+    """A third party's ops cannot be rebuilt; their contracts can be varied all the same."""
+    chain = mixed_chain()
+    for step in chain.steps:
+        if not step.source:
+            assert step.op.rebuildable is (step.name != "middle")
+    (case,) = run_on_model([chain], Plan())
+    assert case.verdict is Outcome.ORDERED
+    assert {(c.writer, c.reader) for c in case.controls if c.verdict == "refuted"} >= {
+        (e.writer, e.reader) for e in chain.data_edges
+    }
+
+
+def test_a_long_chain_is_modelled() -> None:
+    """Forty steps, every control of one fault and its twin: what was quadratic in the events would take minutes."""
+    chain = Chain("long")
+    last = chain.input("h", (4,), "float32")
+    for number in range(40):
+        out = chain.buffer(f"x{number}", (4,), "float32")
+        chain.step(f"s{number}", native("a"), a=last, o=out)
+        last = out
+    (case,) = run_on_model([chain], Plan(faults=("F04",)))
+    assert case.verdict is Outcome.ORDERED
+    assert len(case.controls) == 80
+
+
 def broken_chain(wait: Wait = Wait.NEVER, middle: Wait | None = None) -> Chain:
     chain = Chain("broken")
 
@@ -537,8 +747,8 @@ def broken_chain(wait: Wait = Wait.NEVER, middle: Wait | None = None) -> Chain:
         made = KernelContract(("a",), ("o",), **contract)
         return Op("kernel", made, lambda **_: None, made, waits=frozenset(Wait))
 
-    x, y, z = (chain.buffer(name, (4,), "f") for name in "xyz")
-    hidden, free = chain.input("h", (4,), "f"), chain.constant("free", (4,), "f")
+    x, y, z = (chain.buffer(name, (4,), "float32") for name in "xyz")
+    hidden, free = chain.input("h", (4,), "float32"), chain.constant("free", (4,), "float32")
     chain.step("first", kernel(trigger=Trigger.ENTRY), a=hidden, o=x)
     if middle:
         chain.step("middle", kernel(wait=middle, trigger=Trigger.ENTRY), a=free, o=z)
@@ -572,8 +782,8 @@ def test_a_race_between_replays_is_found_too() -> None:
     kernel = Op("kernel", made, lambda **_: None, made, waits=frozenset(Wait))
     early = KernelContract(("a",), ("o",), independent=("o",))
     writer = Op("writer", early, lambda **_: None, early, waits=frozenset(Wait))
-    state, y = chain.buffer("state", (4,), "f"), chain.buffer("y", (4,), "f")
-    chain.step("init", writer, a=chain.input("h", (4,), "f"), o=state)
+    state, y = chain.buffer("state", (4,), "float32"), chain.buffer("y", (4,), "float32")
+    chain.step("init", writer, a=chain.input("h", (4,), "float32"), o=state)
     chain.step("use", kernel, a=state, o=y)
     case = new_case(chain, Plan(rules=OBSERVED_SM90), "model")
     assert "read after overwrite: init may overtake use on state" in case.model

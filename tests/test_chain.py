@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdl_stress import Chain, KernelContract, Op, Trigger, UnsupportedVariant, UsageError, Wait, catalog
-from pdl_stress.chain import PRODUCER, Role, box_within, boxes_overlap, source_step
+from pdl_stress.chain import DTYPES, PRODUCER, Role, box_within, boxes_overlap, covered, source_step
 
 
 def kernel(reads: tuple[str, ...] = ("a",), writes: tuple[str, ...] = ("o",), *, fixed: bool = False) -> Op:
@@ -42,6 +47,23 @@ def test_dtypes_may_be_torch_dtypes() -> None:
     assert chain.input("a", (1,), torch.bfloat16).dtype == "bfloat16"
     assert chain.buffer("b", torch.Size([2, 3]), "torch.float32").dtype == "float32"
     assert chain.buffers["b"].shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["f", "float", "bf16", "complex64", "torch.qint8", "", "Float32", None, float, object()]
+)
+def test_a_dtype_that_torch_does_not_have_is_refused_where_it_is_written(dtype: Any) -> None:
+    for make in ("input", "constant", "buffer"):
+        with pytest.raises(UsageError, match=r"buffer 'x': dtype .*; expected one of bool, uint8, .*bfloat16, float32"):
+            getattr(Chain("c"), make)("x", (4,), dtype)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype_name_is_one_of_torch(name: str) -> None:
+    import torch
+
+    assert isinstance(getattr(torch, name), torch.dtype)
+    assert Chain("c").buffer("x", (4,), getattr(torch, name)).dtype == name
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (4, 0), (-1,), (-1, -1), 5, ("q",), (1.5,), None])
@@ -99,6 +121,14 @@ def test_boxes_are_sets_of_elements(a: Any, b: Any) -> None:
     assert box_within(a, b) == (elements(a) <= elements(b))
 
 
+@given(box=BOXES, by=st.lists(BOXES, max_size=4))
+def test_covered_means_that_no_element_is_left(box: Any, by: list[Any]) -> None:
+    def elements(box: Any) -> set[tuple[int, int]]:
+        return {(i, j) for i in range(*box[0]) for j in range(*box[1])}
+
+    assert covered(box, by) == (elements(box) <= set().union(*map(elements, by)))
+
+
 def test_views_of_different_buffers_never_overlap() -> None:
     chain = Chain("c")
     x, y = chain.buffer("x", (4,), "float32"), chain.buffer("y", (4,), "float32")
@@ -146,19 +176,34 @@ def test_a_callable_is_no_op() -> None:
 
 def test_a_read_needs_an_earlier_write_of_that_part() -> None:
     chain = Chain("c")
-    hidden, x, y = chain.input("h", (4,), "f"), chain.buffer("x", (4,), "f"), chain.buffer("y", (4,), "f")
+    hidden, x, y = (
+        chain.input("h", (4,), "float32"),
+        chain.buffer("x", (4,), "float32"),
+        chain.buffer("y", (4,), "float32"),
+    )
     with pytest.raises(UsageError, match="reads x, which no earlier step has written"):
         chain.step("s", kernel(), a=x, o=y)
     chain.step("half", kernel(), a=hidden, o=x[:2])
-    with pytest.raises(UsageError, match=r"reads x\[2:4\], which no earlier step has written"):
-        chain.step("s", kernel(), a=x[2:], o=y)
-    chain.step("s", kernel(), a=x[1:3], o=y)
+    for part in (x[2:], x[1:3], x):
+        with pytest.raises(UsageError, match=r"reads x.*, not all of which earlier steps have written"):
+            chain.step("s", kernel(), a=part, o=y)
+    chain.step("s", kernel(), a=x[:2], o=y[:2])
+    chain.step("other_half", kernel(), a=hidden, o=x[2:])
+    chain.step("t", kernel(), a=x[1:3], o=y[2:])  # two steps wrote it together
+
+
+def test_what_another_buffer_holds_covers_nothing() -> None:
+    chain = Chain("c")
+    hidden, x, y = (chain.input("h", (4,), "int8"), *(chain.buffer(n, (4,), "int8") for n in "xy"))
+    chain.step("first", kernel(), a=hidden, o=x)
+    with pytest.raises(UsageError, match="reads y, which no earlier step has written"):
+        chain.step("s", kernel(("a", "b")), a=x, b=y, o=y)
 
 
 @pytest.mark.parametrize("role", ["input", "constant"])
 def test_inputs_and_constants_are_not_written(role: str) -> None:
     chain = pipeline()
-    target = getattr(chain, role)("target", (4,), "f")
+    target = getattr(chain, role)("target", (4,), "float32")
     with pytest.raises(UsageError, match=f"of role {role}"):
         chain.step("s", kernel(), a=chain.buffers["x"], o=target)
 
@@ -216,7 +261,11 @@ def test_data_edges_of_the_shipped_chains() -> None:
 
 def test_a_later_writer_hides_an_earlier_one_only_where_it_covers_the_read() -> None:
     chain = Chain("c")
-    hidden, x, y = chain.input("h", (4,), "f"), chain.buffer("x", (4,), "f"), chain.buffer("y", (4,), "f")
+    hidden, x, y = (
+        chain.input("h", (4,), "float32"),
+        chain.buffer("x", (4,), "float32"),
+        chain.buffer("y", (4,), "float32"),
+    )
     chain.step("whole", kernel(), a=hidden, o=x)
     chain.step("half", kernel(), a=hidden, o=x[:2])
     chain.step("reads_half", kernel(), a=x[:2], o=y[:2])
@@ -230,11 +279,11 @@ def test_check_wants_an_input_a_step_and_no_idle_buffer() -> None:
     with pytest.raises(UsageError, match="at least one input and one step"):
         Chain("c").check()
     chain = Chain("c")
-    chain.input("h", (4,), "f")
+    chain.input("h", (4,), "float32")
     with pytest.raises(UsageError, match="at least one input and one step"):
         chain.check()
     chain = pipeline()
-    chain.constant("idle", (4,), "f")
+    chain.constant("idle", (4,), "float32")
     with pytest.raises(UsageError, match=r"no step uses \['idle'\]"):
         chain.check()
 
@@ -242,16 +291,180 @@ def test_check_wants_an_input_a_step_and_no_idle_buffer() -> None:
 def test_check_refuses_an_input_that_only_the_producer_touches() -> None:
     """Otherwise a chain of constants has no data edge at all, and would be ordered for want of anything to order."""
     chain = Chain("c")
-    chain.input("h", (4,), "f")
-    weight, x = chain.constant("w", (4,), "f"), chain.buffer("x", (4,), "f")
+    chain.input("h", (4,), "float32")
+    weight, x = chain.constant("w", (4,), "float32"), chain.buffer("x", (4,), "float32")
     chain.step("s", kernel(), a=weight, o=x)
     with pytest.raises(UsageError, match=r"no step uses \['h'\]"):
         chain.check()
 
 
+@pytest.mark.parametrize("count", [0, -1])
+def test_check_refuses_a_step_without_a_cta(count: int) -> None:
+    """The model would find every order in a grid that does nothing."""
+    chain = Chain("c")
+    none = replace(kernel(), ctas=lambda shapes: count)
+    chain.step("s", none, a=chain.input("h", (4,), "float32"), o=chain.buffer("x", (4,), "float32"))
+    with pytest.raises(UsageError, match=f"step 's': kernel says it runs {count} CTAs; expected at least one"):
+        chain.check()
+    with pytest.raises(UsageError, match="expected at least one"):
+        _ = chain["s"].ctas
+
+
 def test_an_unknown_step_is_named_with_the_known_ones() -> None:
     with pytest.raises(UsageError, match=r"no step 'fourth'; its steps are \['producer', 'first', 'second', 'third'\]"):
         pipeline()["fourth"]
+
+
+# --- memory that is written again ---------------------------------------------------------------------------------
+
+
+def again(**operands: str) -> Chain:
+    """s1 writes x and s2 reads it; then ``operands`` of one more step, as text."""
+    chain = Chain("again")
+    hidden = chain.input("h", (4,), "float32")
+    x, y, z = (chain.buffer(name, (4,), "float32") for name in "xyz")
+    chain.step("s1", kernel(), a=hidden, o=x)
+    chain.step("s2", kernel(), a=x, o=y)
+    named = {"h": hidden, "x": x, "y": y, "z": z, "x[:2]": x[:2], "y[2:]": y[2:]}
+    chain.step("s3", kernel(tuple(k for k in operands if k != "o")), **{k: named[v] for k, v in operands.items()})
+    return chain
+
+
+@pytest.mark.parametrize(
+    ("operands", "reuses"),
+    [
+        ({"a": "h", "o": "z"}, []),
+        ({"a": "h", "o": "x"}, ["s3 writes x, which s1 wrote", "s3 writes x, which s2 reads"]),
+        ({"a": "h", "o": "x[:2]"}, ["s3 writes x[0:2], which s1 wrote", "s3 writes x[0:2], which s2 reads"]),
+        ({"a": "h", "o": "y"}, ["s3 writes y, which s2 wrote"]),
+        ({"a": "y", "o": "y"}, []),
+        ({"a": "h", "b": "y[2:]", "o": "y[2:]"}, []),
+        ({"a": "x", "o": "x"}, ["s3 writes x, which s2 reads"]),
+    ],
+)
+def test_buffers_that_are_written_again_are_listed(operands: dict[str, str], reuses: list[str]) -> None:
+    """An update in place of what a step itself reads is ordered by that data edge."""
+    assert again(**operands).reuses == reuses
+
+
+@pytest.mark.parametrize("name", catalog.SHIPPED)
+def test_no_shipped_chain_writes_a_buffer_again(name: str) -> None:
+    assert catalog.load(name).reuses == []
+
+
+def test_halves_of_one_buffer_are_no_reuse() -> None:
+    chain = Chain("c")
+    hidden, x = chain.input("h", (4,), "float32"), chain.buffer("x", (4,), "float32")
+    chain.step("left", kernel(), a=hidden, o=x[:2])
+    chain.step("right", kernel(), a=hidden, o=x[2:])
+    assert chain.reuses == []
+
+
+# --- which chain it is ---------------------------------------------------------------------------------------------
+
+
+def marked(
+    name: str = "c", *, op: Op | None = None, dtype: str = "float32", size: int = 4, eps: float = 1e-5,
+    pdl: bool = True, part: slice = slice(0, 2), step: str = "s", role: str = "constant", extra: bool = False,
+) -> Chain:  # fmt: skip
+    chain = Chain(name)
+    weight = getattr(chain, role)("w", (size,), dtype)
+    hidden, x = chain.input("h", (4,), "float32"), chain.buffer("x", (4,), "float32")
+    params = {"eps": eps, "mode": "fast"}
+    chain.step(step, op or kernel(("a", "w")), pdl=pdl, params=params, a=hidden[part], w=weight, o=x)
+    if extra:
+        chain.step("t", kernel(), a=x, o=chain.buffer("y", (4,), "float32"))
+    return chain
+
+
+def test_the_same_chain_built_twice_has_one_fingerprint() -> None:
+    assert marked().fingerprint == marked().fingerprint
+    assert len(marked().fingerprint) == 16
+    shuffled = Chain("c")
+    weight = shuffled.constant("w", (4,), "float32")
+    hidden, x = shuffled.input("h", (4,), "float32"), shuffled.buffer("x", (4,), "float32")
+    params = {"mode": "fast", "eps": 1e-5}
+    shuffled.step("s", kernel(("a", "w")), params=params, o=x, w=weight, a=hidden[0:2])
+    assert shuffled.fingerprint == marked().fingerprint, "keyword arguments have no order"
+
+
+def test_a_parameter_without_a_text_of_its_own_is_the_same_everywhere() -> None:
+    """The default text of an object or a function holds its address, which no two processes share."""
+
+    def with_parameter(value: Any) -> str:
+        chain = Chain("c")
+        hidden, x = chain.input("h", (4,), "float32"), chain.buffer("x", (4,), "float32")
+        chain.step("s", kernel(), params={"config": value}, a=hidden, o=x)
+        return chain.fingerprint
+
+    class Config: ...
+
+    one, two = Config(), Config()
+    assert repr(one) != repr(two)
+    assert with_parameter(one) == with_parameter(two) != with_parameter(object())
+    assert with_parameter(0x10) != with_parameter(0x11)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "name": {"name": "d"},
+    "step": {"step": "t"},
+    "kernel": {"op": replace(kernel(("a", "w")), name="another kernel")},
+    "binary": {"op": replace(kernel(("a", "w")), kernels=("kernel_v2",))},
+    "wait": {"op": replace(kernel(("a", "w")), contract=KernelContract(("a", "w"), ("o",), wait=Wait.NEVER))},
+    "trigger": {"op": replace(kernel(("a", "w")), contract=KernelContract(("a", "w"), ("o",), trigger=Trigger.ENTRY))},
+    "fence": {"op": replace(kernel(("a", "w")), contract=KernelContract(("a", "w"), ("o",), fence=True))},
+    "independent": {"op": replace(kernel(("a", "w")), contract=KernelContract(("a", "w"), ("o",), ("w",)))},
+    "dtype": {"dtype": "bfloat16"},
+    "shape": {"size": 8},
+    "parameter": {"eps": 1e-6},
+    "attribute": {"pdl": False},
+    "view": {"part": slice(2, 4)},
+    "role": {"role": "input"},
+    "one step more": {"extra": True},
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_whatever_makes_another_chain_makes_another_fingerprint(what: str) -> None:
+    marks = {key: marked(**fields).fingerprint for key, fields in OTHERS.items()}
+    assert marks[what] != marked().fingerprint
+    assert len(set(marks.values())) == len(OTHERS)
+
+
+def test_a_variant_has_its_own_fingerprint() -> None:
+    chain = pipeline()
+    assert chain.varied({}).fingerprint == chain.fingerprint
+    assert chain.varied({"first": {"delay_us": 0.0}}).fingerprint != chain.fingerprint
+    assert chain.varied({"second": {"wait": Wait.NEVER}}).fingerprint != chain.fingerprint
+
+
+def test_fingerprints_are_the_same_in_every_process() -> None:
+    """They are compared between a parent and its child; nothing in them may depend on an address or a hash seed."""
+    code = "from pdl_stress import catalog; print(*[catalog.load(name).fingerprint for name in catalog.SHIPPED])"
+    here = [catalog.load(name).fingerprint for name in catalog.SHIPPED]
+    root = Path(__file__).resolve().parent.parent
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=root,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.split() == here
+    assert len(set(here)) == len(here)
+
+
+def test_a_modelled_chain_can_be_rebuilt_and_is_otherwise_the_same() -> None:
+    chain = Chain("c")
+    chain.step("s", kernel(fixed=True), a=chain.input("h", (4,), "float32"), o=chain.buffer("x", (4,), "float32"))
+    modelled = chain.modelled()
+    assert modelled.fingerprint == chain.fingerprint
+    assert all(step.op.rebuildable for step in modelled.steps)
+    assert not chain["s"].op.rebuildable
+    assert modelled.varied({"s": {"wait": "never"}})["s"].contract.wait is Wait.NEVER
+    assert [str(edge) for edge in modelled.data_edges] == [str(edge) for edge in chain.data_edges]
 
 
 # --- variants -------------------------------------------------------------------------------------------------------
@@ -282,8 +495,8 @@ def test_a_variant_of_a_variant_keeps_both_changes() -> None:
 
 def test_a_step_can_be_inserted() -> None:
     chain = Chain("c")
-    hidden, x = chain.input("h", (4,), "f"), chain.buffer("x", (4,), "f")
-    weight = chain.constant("w", (32, 2), "f")
+    hidden, x = chain.input("h", (4,), "float32"), chain.buffer("x", (4,), "float32")
+    weight = chain.constant("w", (32, 2), "float32")
     chain.step("s", kernel(("a", "w")), a=hidden, w=weight, o=x)
     late = source_step("late", {"rows": weight[:16]})
     other = chain.varied({}, insert=("s", late))
@@ -296,7 +509,7 @@ def test_variants_that_cannot_be_are_refused() -> None:
     with pytest.raises(UsageError, match="no step 'fourth'"):
         pipeline().varied({"fourth": {"delay_us": 1.0}})
     chain = Chain("c")
-    chain.step("s", kernel(fixed=True), a=chain.input("h", (4,), "f"), o=chain.buffer("x", (4,), "f"))
+    chain.step("s", kernel(fixed=True), a=chain.input("h", (4,), "float32"), o=chain.buffer("x", (4,), "float32"))
     assert chain.varied({"s": {"delay_us": 1.0}})["s"].delay_us == 1.0
     with pytest.raises(UnsupportedVariant, match="cannot be rebuilt"):
         chain.varied({"s": {"trigger": Trigger.ENTRY}})

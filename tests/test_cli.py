@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pdl_stress import DeviceError, __version__, catalog, cli
+from pdl_stress import DeviceError, UsageError, __version__, catalog, cli
 from pdl_stress.cuda.device import Presence, Sighting
 from pdl_stress.cuda.findings import Finding, Status
 from pdl_stress.faults import FAULTS
@@ -48,8 +49,12 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 
     def call(*arguments: str) -> Ended:
         monkeypatch.setattr(sys, "argv", ["pdl-stress", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
+        handler = signal.getsignal(signal.SIGINT)
+        try:
+            with pytest.raises(SystemExit) as ended:
+                cli.main()
+        finally:
+            signal.signal(signal.SIGINT, handler)
         out, err = capsys.readouterr()
         code = ended.value.code
         assert isinstance(code, int)
@@ -166,11 +171,27 @@ def test_a_plant_without_a_chain_takes_those_that_have_the_step(run: Cli, tmp_pa
     assert run("run", "--machine", "model", "--plant", "F01@kv_projection", "--out", "here").code == 1
     names = [case["chain"] for case in results(tmp_path / "here")["cases"]]
     assert names == [name for name in catalog.SHIPPED if "separate" in name]
+    assert run("run", "--machine", "model", "--plant", "F07@q_norm", "--out", "there").code == 1
+    assert [case["chain"] for case in results(tmp_path / "there")["cases"]] == names, "every chain has a q_norm"
 
 
 def test_the_rule_set_is_passed_on(run: Cli) -> None:
-    ended = run("run", "csa2-fused-m1", *QUICK, "--rules", "observed:sm_90", "--details")
-    assert "ordered under «observed:sm_90»" in ended.out
+    ended = run("run", "csa2-fused-m1", *QUICK, "--rules", "observed:sm_90")
+    assert "csa2-fused-m1: ordered under «observed:sm_90»" in ended.out, "promised by nobody, so it is said"
+
+
+def test_a_run_with_only_some_controls_says_so(run: Cli, tmp_path: Path) -> None:
+    ended = run("run", "csa2-fused-m1", *QUICK, "--out", "some")
+    assert ended.code == 0
+    assert "csa2-fused-m1: only some controls ran (F01, F04)" in ended.out
+    assert results(tmp_path / "some")["cases"][0]["faults"] == ["F01", "F04"]
+    assert (
+        "csa2-fused-m1: only some controls ran (none)"
+        in run("run", "csa2-fused-m1", "--machine", "model", "--controls", "none").out
+    )
+    ended = run("run", "csa2-fused-m1", "--machine", "model", "--out", "all")
+    assert "only some controls" not in ended.out
+    assert results(tmp_path / "all")["cases"][0]["faults"] is None
 
 
 # --- bad input -----------------------------------------------------------------------------------------------------
@@ -185,11 +206,12 @@ def test_the_rule_set_is_passed_on(run: Cli) -> None:
         (["run", "--machine", "gpu"], "unknown machine 'gpu'; expected auto, cuda or model"),
         (["run", "--ops", "fast"], "unknown ops 'fast'"),
         (["run", "--rules", "hoped"], "unknown rule set 'hoped'; expected one of documented, observed:sm_90"),
-        (["run", "--replays", "0"], "--replays is 0; expected at least 1"),
-        (["run", "--replays", "-1"], "--replays is -1"),
+        (["run", "--replays", "0"], "replays is 0; expected 1 to"),
+        (["run", "--replays", "-1"], "replays is -1"),
         (["run", "--replays", "many"], "Invalid value for '--replays'"),
         (["run", "--replays", "1.5"], "Invalid value for '--replays'"),
-        (["run", "--control-replays", "0"], "--control-replays is 0"),
+        (["run", "--control-replays", "0"], "control_replays is 0; expected 1 to"),
+        (["run", "--seed", "-1"], "seed is -1; expected 0 to"),
         (["run", "--controls", "F99"], "unknown fault 'F99'; the catalogue has F00"),
         (["run", "--controls", "F02,"], "unknown fault ''"),
         (["run", "--controls", "F02@nowhere"], "control 'F02@nowhere': no chain of this run has a step 'nowhere'"),
@@ -201,17 +223,22 @@ def test_the_rule_set_is_passed_on(run: Cli) -> None:
         (["run", "--controls", "[bold]"], "unknown fault '[bold]'"),
         (["run", "--delays", "soon"], "--delays 'soon': expected microseconds separated by commas"),
         (["run", "--delays", ""], "--delays ''"),
-        (["run", "--delays", "-1"], "--delays '-1': expected microseconds from 0 to 1000"),
-        (["run", "--delays", "1e9"], "expected microseconds from 0 to 1000"),
-        (["run", "--delays", "nan"], "expected microseconds from 0 to 1000"),
-        (["run", "--time-limit", "0"], "--time-limit is 0"),
-        (["run", "--time-limit", "nan"], "--time-limit is nan"),
-        (["run", "--time-limit", "inf"], "--time-limit is inf"),
+        (["run", "--delays", "-1"], "delays_us: -1.0; expected a number from 0 to 1000"),
+        (["run", "--delays", "1e9"], "delays_us: 1000000000.0; expected a number from 0 to 1000"),
+        (["run", "--delays", "nan"], "delays_us: nan; expected a number from 0 to 1000"),
+        (["run", "--time-limit", "0"], "time_limit: 0.0; expected a number from"),
+        (["run", "--time-limit", "nan"], "time_limit: nan; expected a number from"),
+        (["run", "--time-limit", "inf"], "time_limit: inf; expected a number from"),
         (["run", "--plant", "F02"], "expected FAULT@STEP, for example F02@q_norm"),
         (["run", "--plant", "F99@q_norm"], "unknown fault 'F99'"),
         (["run", "--plant", "F02@nowhere"], "no step 'nowhere'; its steps are"),
         (["run", "--plant", "F02@kv_norm", "csa2-fused-m1"], "steps where it can: input_norm, projection, q_norm"),
-        (["run", "--plant", "F07@q_norm"], "cannot be caught at 'q_norm' of 'csa2-fused-m1'"),
+        (["run", "--plant", "F07@q_norm", "csa2-fused-m1"], "cannot be caught at 'q_norm' of 'csa2-fused-m1'"),
+        (
+            ["run", "--plant", "F07@q_norm", "csa2-separate-m1", "csa2-fused-m1"],
+            "cannot be caught at 'q_norm' of 'csa2-fused-m1'",
+        ),
+        (["run", "--plant", "F07@input_norm"], "cannot be caught at 'input_norm' of 'csa2-fused-m1'"),
         (["run", "--frobnicate"], "No such option: --frobnicate"),
         (["frobnicate"], "No such command 'frobnicate'"),
         (["show"], "Missing argument"),
@@ -275,10 +302,30 @@ def test_an_unwritable_folder_is_told_before_the_run(run: Cli, tmp_path: Path, m
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(cli, "run_on_model", lambda *_: pytest.fail("it ran"))
-    monkeypatch.setattr(Path, "touch", refuse)
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
     ended = run("run", "csa2-fused-m1", *QUICK, "--out", "locked")
     assert ended.code == 2
-    assert "--out 'locked' cannot be written: Permission denied" in ended.err
+    assert "'locked/results.json' cannot be written: Permission denied" in ended.err
+
+
+def test_while_a_run_goes_on_its_file_says_that_it_has_not_finished(
+    run: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def campaign(chains: Any, plan: Any, progress: Any, keep: Any) -> Any:
+        seen.append(results(tmp_path / "here"))
+        keep([finished("first", Outcome.ORDERED)])
+        seen.append(results(tmp_path / "here"))
+        return [finished("first", Outcome.ORDERED)]
+
+    monkeypatch.setattr(cli, "run_on_model", campaign)
+    assert run("run", "--machine", "model", "--out", "here").code == 0
+    assert [(found["verdict"], found["errors"], len(found["cases"])) for found in seen] == [
+        ("ERROR", ["the run has not finished"], 0),
+        ("ERROR", ["the run has not finished"], 1),
+    ]
+    assert (results(tmp_path / "here")["verdict"], results(tmp_path / "here")["errors"]) == ("ORDERED", [])
 
 
 # --- the device ----------------------------------------------------------------------------------------------------
@@ -347,6 +394,22 @@ def test_what_had_finished_is_kept_and_the_outcome_is_error(
     assert stored["verdict"] == "ERROR"
     assert [(case["chain"], case["verdict"]) for case in stored["cases"]] == [("first", "PASS")]
     assert words in stored["errors"][0]
+
+
+def test_ctrl_c_after_a_counted_mismatch_is_a_fail(run: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def campaign(chains: Any, plan: Any, progress: Any, keep: Any) -> Any:
+        keep([finished("first", Outcome.FAIL)])
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("the signal was lost")
+
+    monkeypatch.setattr(cli, "run_on_model", campaign)
+    ended = run("run", "--machine", "model", "--out", "here")
+    assert ended.code == 1
+    assert "interrupted; what had finished is kept" in ended.err
+    assert "verdict: FAIL" in ended.out
+    stored = results(tmp_path / "here")
+    assert (stored["verdict"], stored["errors"]) == ("FAIL", ["interrupted; what had finished is kept"])
+    assert run("show", "here/results.json").code == 1
 
 
 def test_on_the_model_too(run: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,6 +510,27 @@ def test_list_names_chains_faults_ops_and_rules(run: Cli) -> None:
     assert "producer -> input_norm" in ended.out
 
 
+def test_list_shows_a_chain_that_cannot_be_loaded(run: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One broken package must not hide the chains of the others."""
+    load = catalog.load
+
+    def some(name: str) -> Any:
+        if name == "theirs":
+            raise UsageError("entry point 'their_package:chain' gave int, not a [bold]Chain[/].")
+        return load(name)
+
+    monkeypatch.setattr(catalog, "names", lambda: (*catalog.SHIPPED, "theirs"))
+    monkeypatch.setattr(catalog, "load", some)
+    ended = run("list")
+    assert ended.code == 0
+    text = " ".join(ended.out.split())
+    assert "theirs" in text
+    assert "cannot be loaded: entry point" in text
+    assert "[bold]" in text
+    for name in catalog.SHIPPED:
+        assert name in ended.out
+
+
 @pytest.mark.parametrize(
     ("statuses", "code"),
     [
@@ -513,6 +597,39 @@ def test_the_module_is_the_program(shell: Callable[..., subprocess.CompletedProc
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.startswith("error: unknown chain 'nope'")
     assert shell("run", "csa2-fused-m1", "--machine", "model", "--plant", "F02@q_norm").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["run", "csa2-fused-m1", *QUICK, "--details", "--out", "here"], 0),
+        (["run", "--machine", "model", "--plant", "F02@q_norm", "--details", "--out", "here"], 1),
+        (["list"], 0),
+    ],
+    ids=["run", "a run that fails", "list"],
+)
+def test_a_reader_that_goes_away_changes_nothing(tmp_path: Path, arguments: list[str], code: int) -> None:
+    """As in ``pdl-stress run | head -1``."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with subprocess.Popen(
+        [sys.executable, "-m", "pdl_stress", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(120) == code
+    if "run" in arguments:
+        stored = results(tmp_path / "here")
+        assert stored["verdict"] == ("FAIL" if code else "ORDERED")
+        assert stored["errors"] == []
+        assert all(case["reasons"] or not code for case in stored["cases"])
 
 
 def test_a_hidden_device_is_no_device(shell: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:

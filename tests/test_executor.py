@@ -6,6 +6,7 @@ The bench, which needs a GPU, is replaced by one that returns the counts it is t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from pdl_stress.cuda import executor as module
 from pdl_stress.cuda.bench import Counts
 from pdl_stress.cuda.executor import Executor
 from pdl_stress.faults import Control
-from pdl_stress.jobs import ArmAnswer, ArmJob, ControlAnswer, ControlJob
+from pdl_stress.jobs import ArmAnswer, ArmJob, ControlAnswer, ControlJob, ExposureJob
 from pdl_stress.statistics import MIN_KILLS, upper_bound
 
 EDGE = DataEdge("first", "last", "x", "a")
@@ -28,15 +29,15 @@ def chain(verify: Any = None) -> Chain:
     made = Chain("chain")
     contract = KernelContract(("a",), ("o",))
     kernel = Op("kernel", contract, lambda **_: None, contract, waits=frozenset(Wait), verify=verify)
-    x, y = made.buffer("x", (4,), "f"), made.buffer("y", (4,), "f")
-    made.step("first", kernel, a=made.input("h", (4,), "f"), o=x)
+    x, y = made.buffer("x", (4,), "float32"), made.buffer("y", (4,), "float32")
+    made.step("first", kernel, a=made.input("h", (4,), "float32"), o=x)
     made.step("last", kernel, a=x, o=y)
     return made
 
 
 class FakeCaptured:
-    def __init__(self, variant: Chain, back_to_back: bool = False, cold: bool = False) -> None:
-        self.chain, self.back_to_back, self.cold, self.serialized = variant, back_to_back, cold, False
+    def __init__(self, variant: Chain, back_to_back: bool = False, rotated: bool = False) -> None:
+        self.chain, self.back_to_back, self.rotated, self.serialized = variant, back_to_back, rotated, False
 
     def serialize(self) -> int:
         self.serialized = True
@@ -50,24 +51,24 @@ class FakeCaptured:
 class FakeBench:
     """Answers each run with the next of ``mismatches``; remembers what was captured and run."""
 
-    def __init__(self, mismatches: Sequence[int], agree: bool = True, verify: Any = None) -> None:
+    def __init__(self, mismatches: Sequence[int], agree: bool | list[bool] = True, verify: Any = None) -> None:
         self.chain = chain(verify)
-        self.memory = SimpleNamespace(pool=256)
-        self.mismatches, self.agree = list(mismatches), agree
+        self.memory = SimpleNamespace(pool=256, weights_note=lambda: "3 weight sets")
+        self.mismatches, self.agree = list(mismatches), agree if isinstance(agree, list) else [agree] * len(mismatches)
         self.ran: list[tuple[FakeCaptured, int]] = []
 
-    def capture(self, variant: Chain, *, cold: bool = False, back_to_back: bool = False, **_: Any) -> FakeCaptured:
-        return FakeCaptured(variant, back_to_back, cold)
+    def capture(self, variant: Chain, *, rotated: bool = False, back_to_back: bool = False, **_: Any) -> FakeCaptured:
+        return FakeCaptured(variant, back_to_back, rotated)
 
     def run(self, captured: FakeCaptured, replays: int) -> Counts:
         self.ran.append((captured, replays))
         bad = self.mismatches.pop(0)
-        return Counts(replays, bad, self.agree, 0.5, 3 if bad else None)
+        return Counts(replays, bad, self.agree.pop(0), 0.5, 3 if bad else None)
 
 
 def executor(monkeypatch: pytest.MonkeyPatch, bench: FakeBench) -> Executor:
     made = Executor(lambda name: bench.chain)
-    monkeypatch.setattr(made, "_bench_of", lambda name: bench)
+    monkeypatch.setattr(module, "Bench", lambda chain, **_: bench)
     monkeypatch.setattr(Executor, "_arch", "sm_90a")
     return made
 
@@ -76,10 +77,63 @@ def run_control(
     monkeypatch: pytest.MonkeyPatch, mismatches: Sequence[int], expected: str = "caught", **bench: Any
 ) -> tuple[Any, FakeBench]:
     fake = FakeBench(mismatches, **bench)
-    job = ControlJob("chain", Control("F02", "never waits", EDGE, 10.0, BROKEN), expected, "the rules", 256)
+    control = Control("F02", "never waits", EDGE, 10.0, BROKEN)
+    job = ControlJob("chain", fake.chain.fingerprint, control, expected, "the rules", 256)
     answer = executor(monkeypatch, fake).execute(job)
     assert isinstance(answer, ControlAnswer)
     return answer.result, fake
+
+
+# --- the chain that was judged -------------------------------------------------------------------------------------
+
+
+def other_chain() -> Chain:
+    """Of the same name; its last step never waits."""
+    made = chain()
+    last = made["last"]
+    never = last.contract.but(wait=Wait.NEVER)
+    made._steps[-1] = replace(last, op=replace(last.op, contract=never, deployed=never))
+    return made
+
+
+JOBS: list[Any] = [
+    lambda mark: ArmJob("chain", mark, "as deployed", 10),
+    lambda mark: ExposureJob("chain", mark, "as deployed"),
+    lambda mark: ControlJob("chain", mark, Control("F02", "never waits", EDGE, 10.0, BROKEN), "caught", "", 10),
+]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=["arm", "exposure", "control"])
+def test_another_chain_of_the_same_name_does_not_run(monkeypatch: pytest.MonkeyPatch, job: Any) -> None:
+    """A child that reads a global or the clock may build another chain than the parent judged."""
+    fake = FakeBench([0])
+    monkeypatch.setattr(module, "Bench", lambda *_, **__: pytest.fail("a bench was built for it"))
+    with pytest.raises(PdlStressError, match=r"the chain 'chain' that was built .* is not the one that was judged"):
+        Executor(lambda name: fake.chain).execute(job(other_chain().fingerprint))
+    renamed = Executor(lambda name: Chain("renamed"))
+    with pytest.raises(PdlStressError, match="the chain 'renamed' that was built"):
+        renamed.execute(job(fake.chain.fingerprint))
+    assert fake.ran == []
+
+
+@pytest.mark.parametrize("job", JOBS, ids=["arm", "exposure", "control"])
+def test_nor_once_a_bench_stands(monkeypatch: pytest.MonkeyPatch, job: Any) -> None:
+    fake = FakeBench([0, 0])
+    made = executor(monkeypatch, fake)
+    made.execute(JOBS[0](fake.chain.fingerprint))
+    with pytest.raises(PdlStressError, match="is not the one that was judged"):
+        made.execute(job(other_chain().fingerprint))
+    assert len(fake.ran) == 1
+    made.execute(JOBS[0](fake.chain.fingerprint))
+
+
+def test_a_chain_is_built_once_for_all_its_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, loaded = FakeBench([0, 0]), []
+    made = executor(monkeypatch, fake)
+    monkeypatch.setattr(made, "_load", lambda name: loaded.append(name) or fake.chain)
+    for _ in range(2):
+        made.execute(JOBS[0](fake.chain.fingerprint))
+    assert loaded == ["chain"]
 
 
 # --- controls ------------------------------------------------------------------------------------------------------
@@ -123,6 +177,12 @@ def test_five_nines_need_eighteen_kills() -> None:
     assert MIN_KILLS == 18
 
 
+def test_a_serialized_twin_whose_counters_differ_explains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may not have run at all; then the kills could have any cause."""
+    result, _ = run_control(monkeypatch, [256, 0], agree=[True, False])
+    assert (result.verdict, result.cause_checked, result.kills) == ("missed", False, 256)
+
+
 @pytest.mark.parametrize("expected", ["caught", "clean", "unpromised"])
 def test_counters_that_differ_are_noted_and_catch_nothing(monkeypatch: pytest.MonkeyPatch, expected: str) -> None:
     kills = [256, 0] if expected == "caught" else [0]
@@ -149,30 +209,88 @@ def test_a_control_runs_the_chain_with_its_fault_in_it(monkeypatch: pytest.Monke
 
 
 def test_the_machine_code_of_what_was_rebuilt_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[str] = []
+    checked: list[tuple[str, bool]] = []
 
-    def verify(contract: KernelContract, arch: str) -> str:
-        checked.append(str(contract))
+    def verify(contract: KernelContract, arch: str, delayed: bool) -> str:
+        checked.append((str(contract), delayed))
         return f"{arch}: no ACQBULK"
 
     fake = FakeBench([256, 0, 256, 0], verify=verify)
     made = executor(monkeypatch, fake)
-    job = ControlJob("chain", Control("F02", "never waits", EDGE, 10.0, BROKEN), "caught", "", 256)
+    control = Control("F02", "never waits", EDGE, 10.0, BROKEN)
+    job = ControlJob("chain", fake.chain.fingerprint, control, "caught", "", 256)
     answers = [made.execute(job), made.execute(job)]
-    assert checked == ["waits: all, triggers: entry", "waits: never, triggers: after_stores"]
+    assert checked == [("waits: all, triggers: entry", True), ("waits: never, triggers: after_stores", False)]
     for answer in answers:
         assert isinstance(answer, ControlAnswer)
-        assert answer.sass["kernel, waits: never, triggers: after_stores"] == "sm_90a: no ACQBULK"
+        assert answer.sass == {
+            "kernel, waits: all, triggers: entry, delay point": "sm_90a: no ACQBULK",
+            "kernel, waits: never, triggers: after_stores": "sm_90a: no ACQBULK",
+        }
+
+
+def test_a_delay_point_makes_another_binary_which_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the contract as deployed: what is deployed has no delay point."""
+    checked: list[tuple[str, bool]] = []
+
+    def verify(contract: KernelContract, arch: str, delayed: bool) -> str:
+        checked.append((str(contract), delayed))
+        return "fine"
+
+    fake = FakeBench([0] * 5, verify=verify)
+    made = executor(monkeypatch, fake)
+    deployed = "waits: all, triggers: after_stores"
+    mark = fake.chain.fingerprint
+    plain = ArmJob("chain", mark, "as deployed", 10)
+    delayed = ArmJob("chain", mark, "delayed", 10, {"first": {"delay_us": 2.0}}, "first", 2.0)
+    early = ArmJob("chain", mark, "early", 10, {"first": {"trigger": "entry"}})
+    both = ArmJob("chain", mark, "both", 10, {"first": {"trigger": "entry", "delay_us": 0.0}}, "first", 0.0)
+    answers = [made.execute(job) for job in (plain, delayed, delayed, early, both)]
+    assert checked == [
+        (deployed, True),
+        ("waits: all, triggers: entry", False),
+        ("waits: all, triggers: entry", True),
+    ]
+    assert [answer.sass for answer in answers if isinstance(answer, ArmAnswer)] == [
+        {},
+        {f"kernel, {deployed}, delay point": "fine"},
+        {f"kernel, {deployed}, delay point": "fine"},
+        {"kernel, waits: all, triggers: entry": "fine"},
+        {"kernel, waits: all, triggers: entry, delay point": "fine"},
+    ]
+
+
+def test_two_ops_of_one_name_are_checked_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+
+    def verifier(word: str) -> Any:
+        def verify(contract: KernelContract, arch: str, delayed: bool) -> str:
+            checked.append(word)
+            return word
+
+        return verify
+
+    fake = FakeBench([0], verify=verifier("one"))
+    second = fake.chain["last"]
+    fake.chain._steps[-1] = replace(second, op=replace(second.op, verify=verifier("two")))
+    changes = {name: {"trigger": "entry"} for name in ("first", "last")}
+    executor(monkeypatch, fake).execute(ArmJob("chain", fake.chain.fingerprint, "early", 10, changes))
+    assert checked == ["one", "two"]
 
 
 def test_machine_code_without_the_fault_stops_the_control(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler that undid the fault would make every control a clean one."""
 
-    def verify(contract: KernelContract, arch: str) -> str:
+    def verify(contract: KernelContract, arch: str, delayed: bool) -> str:
         raise AssertionError("expected no ACQBULK, found 1")
 
     with pytest.raises(PdlStressError, match=r"machine code of kernel \(waits: .*expected no ACQBULK, found 1"):
         run_control(monkeypatch, [256, 0], verify=verify)
+    fake = FakeBench([0], verify=verify)
+    job = ArmJob("chain", fake.chain.fingerprint, "delayed", 10, {"first": {"delay_us": 2.0}}, "first", 2.0)
+    with pytest.raises(PdlStressError, match="machine code of kernel"):
+        executor(monkeypatch, fake).execute(job)
+    assert fake.ran == [], "nor an arm"
 
 
 # --- arms ----------------------------------------------------------------------------------------------------------
@@ -181,7 +299,7 @@ def test_machine_code_without_the_fault_stops_the_control(monkeypatch: pytest.Mo
 def run_arm(monkeypatch: pytest.MonkeyPatch, mismatches: int, **job: Any) -> tuple[ArmAnswer, FakeBench]:
     fake = FakeBench([mismatches])
     monkeypatch.setattr(module, "diagnose", lambda bench, capture, counts: f"diagnosed {counts.first_bad}")
-    answer = executor(monkeypatch, fake).execute(ArmJob("chain", "an arm", 5000, **job))
+    answer = executor(monkeypatch, fake).execute(ArmJob("chain", fake.chain.fingerprint, "an arm", 5000, **job))
     assert isinstance(answer, ArmAnswer)
     return answer, fake
 
@@ -207,6 +325,19 @@ def test_an_arm_with_a_mismatch_has_no_bound_and_a_diagnosis(monkeypatch: pytest
     assert answer.arm.mismatch == "diagnosed 3"  # type: ignore[comparison-overlap]
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), StopIteration(), PdlStressError("no memory")])
+def test_what_was_counted_stands_if_it_cannot_be_explained(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def broken(*_: Any) -> None:
+        raise error
+
+    fake = FakeBench([7])
+    monkeypatch.setattr(module, "diagnose", broken)
+    answer = executor(monkeypatch, fake).execute(ArmJob("chain", fake.chain.fingerprint, "an arm", 5000))
+    assert isinstance(answer, ArmAnswer)
+    assert (answer.arm.mismatches, answer.arm.mismatch, answer.arm.upper_bound_95) == (7, None, None)
+    assert answer.arm.note == f"not explained: {type(error).__name__}: {error}"
+
+
 def test_arms_are_captured_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     answer, fake = run_arm(monkeypatch, 0, serialized=True)
     assert fake.ran[0][0].serialized
@@ -214,8 +345,9 @@ def test_arms_are_captured_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     answer, fake = run_arm(monkeypatch, 0, back_to_back=True)
     assert fake.ran[0][0].back_to_back
     assert ("last", "producer") in {(e.source, e.target) for e in answer.edges}
-    _, fake = run_arm(monkeypatch, 0, cold=True)
-    assert fake.ran[0][0].cold
+    answer, fake = run_arm(monkeypatch, 0, rotated=True)
+    assert fake.ran[0][0].rotated
+    assert answer.arm.note == "3 weight sets", "whether they are cold depends on their size"
     _, fake = run_arm(monkeypatch, 0, changes={"first": {"delay_us": 4.0}})
     assert fake.ran[0][0].chain["first"].delay_us == 4.0
     _, fake = run_arm(monkeypatch, 0, planted=Control("F02", "never waits", EDGE, 10.0, BROKEN))

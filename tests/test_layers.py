@@ -11,7 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(p for folder in ("pdl_stress", "fusions") for p in (ROOT / folder).rglob("*.py"))
-CPU_ONLY = ("model", "statistics", "verdict", "outcome", "results", "report", "chain", "contract", "op", "faults")
+CPU_ONLY = (
+    *("model", "statistics", "verdict", "outcome", "results", "report", "chain", "contract", "op", "faults"),
+    *("errors", "jobs", "plan", "collect", "record"),
+)
 
 
 def imports(path: Path) -> set[str]:

@@ -240,7 +240,7 @@ def test_r9_a_race_between_replays_shows_only_back_to_back() -> None:
 def test_outputs_go_to_a_ring_so_replays_do_not_overwrite_each_other() -> None:
     chain = Chain("ring")
     chain.step("s", kernel(("a",), ("o",), trigger=Trigger.ENTRY, wait=Wait.NEVER, independent=("o",)),
-               a=chain.input("h", (4,), "f"), o=chain.buffer("out", (4,), "f"))  # fmt: skip
+               a=chain.input("h", (4,), "float32"), o=chain.buffer("out", (4,), "float32"))  # fmt: skip
     races = find_races(chain, DOCUMENTED, replays=2)
     assert {race.buffer for race in races} == {"h"}
 
@@ -264,14 +264,50 @@ def test_f07_skipping_the_wait_rests_on_when_the_step_between_triggers(between: 
     assert Litmus().producer(trigger=Trigger.ENTRY).middle(**between).consumer(wait=Wait.NEVER).answer == answer
 
 
+@pytest.mark.parametrize("producer", [{"trigger": Trigger.AFTER_STORES, "fence": True}, {"pdl": False}])
+@pytest.mark.parametrize(
+    ("between", "answer"),
+    [
+        ({"trigger": Trigger.AFTER_WAIT}, UNPROMISED),
+        ({"trigger": Trigger.AFTER_STORES}, UNPROMISED),
+        ({"trigger": Trigger.NONE}, UNPROMISED),
+        ({"trigger": Trigger.AFTER_WAIT, "fence": True}, NEVER),
+        ({"trigger": Trigger.AFTER_STORES, "fence": True}, NEVER),
+    ],
+)
+def test_f07_a_fence_of_the_producer_does_not_stand_in_for_one_of_the_step_between(
+    producer: dict[str, Any], between: dict[str, Any], answer: str
+) -> None:
+    """Visibility is handed on from grid to grid; where one of them releases without it, nothing is handed on."""
+    assert Litmus().producer(**producer).middle(**between).consumer(wait=Wait.NEVER).answer == answer
+
+
+@pytest.mark.parametrize(
+    ("contract", "documented"),
+    [
+        ({"trigger": Trigger.ENTRY}, 0),
+        ({"trigger": Trigger.AFTER_STORES}, 0),
+        ({"trigger": Trigger.NONE}, 0),
+        ({"trigger": Trigger.NONE, "fence": True}, 0),
+        ({"trigger": Trigger.ENTRY, "fence": True}, 2),
+        ({"trigger": Trigger.AFTER_STORES, "fence": True}, 2),
+    ],
+)
+def test_r3_a_release_without_visibility_contributes_no_need(contract: dict[str, Any], documented: int) -> None:
+    for rules, groups in ((DOCUMENTED, documented), (OBSERVED_SM90, 2)):
+        structure = build(Litmus().producer(ctas=2, **contract).consumer(wait=Wait.NEVER).chain, rules)
+        starts = [event for event in structure.events if event.step == "C" and event.kind is Kind.START]
+        assert [len(start.needs) for start in starts] == [groups, groups]
+
+
 # --- what is found, and how it is told -----------------------------------------------------------------------------
 
 
 def war() -> Chain:
     """F08: C overwrites before its wait what P still reads."""
     chain = Chain("war")
-    hidden = chain.input("h", (4,), "f")
-    x, y = chain.buffer("x", (4,), "f"), chain.buffer("y", (4,), "f")
+    hidden = chain.input("h", (4,), "float32")
+    x, y = chain.buffer("x", (4,), "float32"), chain.buffer("y", (4,), "float32")
     chain.step("init", kernel(("a",), ("o",)), a=hidden, o=x)
     chain.step("P", kernel(("a",), ("o",), trigger=Trigger.ENTRY), a=x, o=y)
     chain.step("C", kernel(("a",), ("o",), independent=("o",)), a=hidden, o=x)
@@ -303,7 +339,11 @@ def test_two_reads_never_race() -> None:
 
 def test_views_that_share_nothing_do_not_race() -> None:
     chain = Chain("halves")
-    free, x, y = chain.constant("free", (4,), "f"), chain.buffer("x", (4,), "f"), chain.buffer("y", (4,), "f")
+    free, x, y = (
+        chain.constant("free", (4,), "float32"),
+        chain.buffer("x", (4,), "float32"),
+        chain.buffer("y", (4,), "float32"),
+    )
     early: dict[str, Any] = {"trigger": Trigger.ENTRY, "wait": Wait.NEVER}
     chain.step("left", kernel(("a",), ("o",), **early), a=free, o=x[:2])
     chain.step("right", kernel(("a",), ("o",), **early), a=free, o=x[2:])
@@ -314,7 +354,7 @@ def test_views_that_share_nothing_do_not_race() -> None:
 def test_an_operand_updated_in_place_is_ordered_and_plays_clean() -> None:
     """Two CTAs of one grid touching a buffer in place are that kernel's own affair."""
     chain = Chain("in-place")
-    hidden, x = chain.input("h", (4,), "f"), chain.buffer("x", (4,), "f")
+    hidden, x = chain.input("h", (4,), "float32"), chain.buffer("x", (4,), "float32")
     chain.step("fill", kernel(("a",), ("o",)), a=hidden, o=x)
     chain.step("add", kernel(("a", "io"), ("io",)), a=hidden, io=x)
     judgement = model.judge(chain)
@@ -371,8 +411,8 @@ def test_a_counterexample_prefers_a_schedule_that_hardware_can_follow() -> None:
 def test_a_stale_generation_is_told_from_poison() -> None:
     """The ring of replays: the second replay's reader finds what the first replay left."""
     chain = Chain("generations")
-    hidden, y = chain.input("h", (4,), "f"), chain.buffer("y", (4,), "f")
-    x = chain.buffer("x", (4,), "f")
+    hidden, y = chain.input("h", (4,), "float32"), chain.buffer("y", (4,), "float32")
+    x = chain.buffer("x", (4,), "float32")
     chain.step("P", kernel(("a",), ("o",), ctas=1), a=hidden, o=x)
     chain.step("C", kernel(("a",), ("o",), ctas=1), a=x, o=y)
     broken = chain.varied({"P": {"trigger": Trigger.ENTRY}, "C": {"wait": Wait.NEVER}})
@@ -430,6 +470,37 @@ def test_expect_gives_the_open_question_that_decides(
     found = model.expect(Litmus().producer(**producer).consumer(**consumer).chain, edge())
     assert found.expected == expected
     assert words in found.reason
+
+
+def test_expect_looks_at_the_whole_chain() -> None:
+    """A kill counts replays whose result differs, whatever raced in them."""
+
+    def chain(**last: Any) -> Chain:
+        it = Litmus().producer(trigger=Trigger.ENTRY).consumer()
+        it.chain.step("R", kernel(("a",), ("o",), **last), a=it.y, o=it.z)
+        return it.chain
+
+    assert model.expect(chain(), edge()).expected == "clean"
+    with_another = chain(wait=Wait.NEVER).varied({"C": {"trigger": Trigger.ENTRY}})
+    found = model.expect(with_another, edge())
+    assert (found.expected, found.reason) == (
+        "unpromised",
+        "not attributable: another race is possible, stale read: R reads y before C writes it",
+    )
+    both = with_another.varied({"C": {"wait": Wait.NEVER}})
+    assert {race.steps for race in find_races(both, OBSERVED_SM90)} >= {("P", "C"), ("C", "R")}
+    assert model.expect(both, edge()).reason.startswith("not attributable: ")
+    documented_only = model.expect(chain(wait=Wait.NEVER), edge())
+    assert documented_only.expected == "unpromised", "P -> C is ordered, but C -> R is so on hardware only"
+    assert documented_only.reason.startswith("R3:")
+
+
+def test_a_read_after_overwrite_on_the_edge_is_another_cause() -> None:
+    """The race of the control's edge is its stale read and nothing else."""
+    chain = war().varied({"P": {"trigger": Trigger.ENTRY}, "C": {"wait": Wait.NEVER}})
+    observed = find_races(chain, OBSERVED_SM90)
+    assert {race.kind for race in observed if race.steps == ("P", "C")} == {"read after overwrite"}
+    assert model.expect(chain, DataEdge("P", "C", "x", "a")).expected == "unpromised"
 
 
 def test_the_rule_sets_differ_in_the_open_questions_only() -> None:

@@ -93,7 +93,7 @@ def test_the_file_has_the_published_fields_in_order() -> None:
     assert (case["replays"], case["mismatches"], case["replays_per_second"], case["pool"]) == (40_000, 0, 74_074, 256)
     assert case["arms"][1] == {
         "name": "delayed", "replays": 20_000, "mismatches": 0, "upper_bound_95": 1.4978e-4, "delay_us": 10.0,
-        "step": "projection", "seconds": 0.9, "counters_agree": True, "mismatch": None,
+        "step": "projection", "seconds": 0.9, "counters_agree": True, "mismatch": None, "note": "",
     }  # fmt: skip
     assert case["edges"] == [
         {
@@ -129,6 +129,21 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert [found.name for found in tmp_path.iterdir()] == ["results.json"]
 
 
+def test_a_disk_that_is_full_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "results.json"
+    path.write_text("old")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_json(run_of(gpu_case()), path)
+    assert {found.name: found.read_text() for found in tmp_path.iterdir()} == {"results.json": "old"}
+
+
 # --- there and back ------------------------------------------------------------------------------------------------
 
 TEXT = st.text(max_size=12)
@@ -140,7 +155,7 @@ MISMATCHES = st.builds(
 )  # fmt: skip
 ARMS = st.builds(
     ArmResult, TEXT, COUNT, COUNT, st.none() | st.floats(0, 1), st.none() | NUMBER, st.none() | TEXT, NUMBER,
-    st.booleans(), st.none() | MISMATCHES,
+    st.booleans(), st.none() | MISMATCHES, TEXT,
 )  # fmt: skip
 CONTROLS = st.builds(
     ControlResult, *[TEXT] * 6, NUMBER, TEXT, TEXT, COUNT, COUNT, st.none() | st.booleans(), TEXT, TEXT
@@ -153,7 +168,7 @@ CASES = st.builds(
     data_edges=st.lists(st.builds(DataEdgeResult, TEXT, TEXT, TEXT, TEXTS), max_size=2),
     controls=st.lists(CONTROLS, max_size=2), model=TEXT, timeline=TEXTS, errors=TEXTS, blockers=TEXTS, planted=TEXT,
     requested_replays=COUNT, sass=st.dictionaries(TEXT, TEXT, max_size=2), seconds=NUMBER,
-    window_us=st.none() | NUMBER,
+    window_us=st.none() | NUMBER, rules=TEXT, faults=st.none() | TEXTS, reuses=TEXTS, planned=st.tuples(COUNT, COUNT),
 )  # fmt: skip
 
 
@@ -283,6 +298,11 @@ def test_nested_beyond_reason_is_refused(tmp_path: Path) -> None:
         (lambda data: data["cases"][0]["arms"][0].update(mismatches=False), "mismatches is 'False', expected int"),
         (lambda data: data["cases"][0].update(arms={}), "arms is '{}', expected list"),
         (lambda data: data.update(seconds="long"), "run.seconds is 'long', expected float"),
+        (lambda data: data["cases"][0].update(planned=[1]), r"planned is '\[1\]', expected tuple"),
+        (lambda data: data["cases"][0].update(planned=[1, 2, 3]), r"planned is '\[1, 2, 3\]', expected tuple"),
+        (lambda data: data["cases"][0].update(planned=["1", 2]), "planned is '1', expected int"),
+        (lambda data: data["cases"][0].update(planned={}), "planned is '{}', expected tuple"),
+        (lambda data: data["cases"][0].update(faults="F02"), "faults is 'F02', expected"),
     ],
 )
 def test_the_refusal_says_what_is_wrong(tmp_path: Path, change: Any, words: str) -> None:
@@ -334,6 +354,24 @@ def test_a_failed_case_is_explained() -> None:
     assert "  model: q_norm may read qkv before projection writes it" in text
     assert "  - the contracts allow a bad schedule; see the timeline" in text
     assert "    " + model_case().timeline[1] in text
+
+
+def test_a_run_with_only_some_controls_says_so_even_if_all_is_well() -> None:
+    case = gpu_case()
+    assert "only some controls" not in show(case)
+    case.faults = ["F00@q_norm", "F02"]
+    assert "csa2-fused-m1: only some controls ran (F00@q_norm, F02)" in show(case)
+    case.faults = []
+    assert "csa2-fused-m1: only some controls ran (none)" in show(case)
+    case.planted = "F02 never waits @ projection->q_norm, 10 us"
+    assert "only some controls" not in show(case), "a planted chain runs none in any case"
+
+
+def test_rules_that_nobody_promises_are_told_even_if_all_is_well() -> None:
+    case = gpu_case()
+    assert case.model not in show(case)
+    case.rules, case.model = "observed:sm_90", "ordered under «observed:sm_90»; NOT ordered by the documented rules"
+    assert f"csa2-fused-m1: {case.model}" in show(case)
 
 
 def test_a_timeline_is_whole_on_a_narrow_terminal() -> None:

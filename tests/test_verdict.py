@@ -43,6 +43,12 @@ def passing() -> CaseResult:
         control("clean", "clean", fault="F04", variant="twin"),
         control("unpromised", "not seen", delay_us=0.0),
     ]
+    return planned(case)
+
+
+def planned(case: CaseResult) -> CaseResult:
+    """The case as if what it holds is what was planned."""
+    case.planned = (len(case.arms), len(case.controls))
     return case
 
 
@@ -54,7 +60,7 @@ def passing_on_model() -> CaseResult:
         control("clean", "ordered", replays=0),
         control("unpromised", "allowed", replays=0),
     ]
-    return case
+    return planned(case)
 
 
 def mismatch() -> Mismatch:
@@ -95,6 +101,12 @@ def test_the_starting_point_passes() -> None:
 
 Break = Callable[[CaseResult], object]
 
+
+def planned_anew(case: CaseResult, damage: Callable[[], object]) -> None:
+    damage()
+    planned(case)
+
+
 BROKEN: dict[str, tuple[Break, Outcome, str]] = {
     "one mismatch": (
         lambda c: vars(c.arms[0]).update(mismatches=1, mismatch=mismatch()),
@@ -104,7 +116,12 @@ BROKEN: dict[str, tuple[Break, Outcome, str]] = {
     "one mismatch in a billion": (
         lambda c: vars(c.arms[2]).update(replays=10**9, mismatches=1),
         FAIL,
-        "1 of 1000000000 replays differ in arm «back to back»",
+        "1 of 1000000000 replays differ in arm «back to back»: not explained",
+    ),
+    "a mismatch whose explanation failed": (
+        lambda c: vars(c.arms[2]).update(mismatches=1, note="not explained: RuntimeError: no memory"),
+        FAIL,
+        "1 of 20000 replays differ in arm «back to back»: not explained: RuntimeError: no memory",
     ),
     "a mismatch under a perturbation": (
         lambda c: vars(c.arms[4]).update(mismatches=20_000),
@@ -147,7 +164,20 @@ BROKEN: dict[str, tuple[Break, Outcome, str]] = {
         INCONCLUSIVE,
         "only 0 graded replays in arm «serialized»",
     ),
-    "no arm": (lambda c: c.arms.clear(), INCONCLUSIVE, "no arm ran"),
+    "no arm": (lambda c: planned_anew(c, c.arms.clear), INCONCLUSIVE, "no arm ran"),
+    "an arm that got lost": (lambda c: c.arms.pop(), ERROR, "5 of 6 planned arms have a result"),
+    "all arms lost": (lambda c: c.arms.clear(), ERROR, "0 of 6 planned arms have a result"),
+    "an arm too many": (lambda c: c.arms.append(c.arms[0]), ERROR, "7 of 6 planned arms have a result"),
+    "an unpromised control that got lost": (
+        lambda c: c.controls.pop(),
+        ERROR,
+        "3 of 4 planned controls have a result",
+    ),
+    "a buffer that is written again": (
+        lambda c: c.reuses.append("d writes x, which c reads"),
+        INCONCLUSIVE,
+        "d writes x, which c reads: no control covers that order yet",
+    ),
     "a must-catch control missed": (
         lambda c: vars(c.controls[0]).update(verdict="missed", kills=17),
         INCONCLUSIVE,
@@ -159,7 +189,7 @@ BROKEN: dict[str, tuple[Break, Outcome, str]] = {
         "256 kills of 256, but also with full edges, which is another fault",
     ),
     "a data edge without a caught control": (
-        lambda c: c.controls.pop(1),
+        lambda c: planned_anew(c, lambda: c.controls.pop(1)),
         INCONCLUSIVE,
         "no control was caught on c->d through y",
     ),
@@ -168,7 +198,11 @@ BROKEN: dict[str, tuple[Break, Outcome, str]] = {
         INCONCLUSIVE,
         "no control was caught on c->d through y",
     ),
-    "no controls": (lambda c: c.controls.clear(), INCONCLUSIVE, "no control was caught on p->c through x"),
+    "no controls": (
+        lambda c: planned_anew(c, c.controls.clear),
+        INCONCLUSIVE,
+        "no control was caught on p->c through x",
+    ),
     "a twin that did not run": (
         lambda c: vars(c.controls[2]).update(replays=0),
         INCONCLUSIVE,
@@ -185,7 +219,7 @@ BROKEN: dict[str, tuple[Break, Outcome, str]] = {
         "must be shown clean and was not: no verdict after 256 replays",
     ),
     "no clean arm under the perturbation of a catch": (
-        lambda c: c.arms.pop(3),
+        lambda c: planned_anew(c, lambda: c.arms.pop(3)),
         INCONCLUSIVE,
         "no clean arm delays p by 10 us, where controls were caught",
     ),
@@ -216,7 +250,7 @@ BROKEN: dict[str, tuple[Break, Outcome, str]] = {
         "data edge c->d through y was never exposed",
     ),
     "no data edge": (
-        lambda c: vars(c).update(data_edges=[], controls=[]),
+        lambda c: planned_anew(c, lambda: vars(c).update(data_edges=[], controls=[])),
         INCONCLUSIVE,
         "the chain has no data edge, so there was nothing to test",
     ),
@@ -275,11 +309,11 @@ def test_late_weights_need_a_clean_twin_instead_of_an_arm() -> None:
     case = passing()
     late = {"fault": "F28", "writer": "late_weight", "reader": "c", "buffer": "w"}
     case.controls.append(control("caught", "caught", kills=256, cause_checked=True, **late))
-    outcome, reasons = judge_hardware(case)
+    outcome, reasons = judge_hardware(planned(case))
     assert outcome is INCONCLUSIVE
     assert reasons == ["no clean arm delays late_weight by 10 us, where controls were caught"]
     case.controls.append(control("clean", "clean", variant="twin", **late))
-    assert judge_hardware(case) == (PASS, [])
+    assert judge_hardware(planned(case)) == (PASS, [])
 
 
 def test_a_perturbation_that_showed_an_unpromised_fault_needs_its_clean_arm_too() -> None:
@@ -287,7 +321,7 @@ def test_a_perturbation_that_showed_an_unpromised_fault_needs_its_clean_arm_too(
     vars(case.controls[3]).update(delay_us=2.0, verdict="seen", kills=40)
     assert judge_hardware(case) == (INCONCLUSIVE, ["no clean arm delays p by 2 us, where controls were caught"])
     case.arms.append(ArmResult("delayed", REPLAYS, 0, upper_bound(REPLAYS), 2.0, "p"))
-    assert judge_hardware(case) == (PASS, [])
+    assert judge_hardware(planned(case)) == (PASS, [])
 
 
 def test_stamps_that_an_op_lacks_are_not_held_against_an_edge() -> None:
@@ -314,7 +348,7 @@ def test_a_planted_chain_is_not_asked_for_controls_or_exposure() -> None:
     case.arms = case.arms[:1]
     vars(case.arms[0]).update(mismatches=20_000, mismatch=mismatch())
     case.timeline = ["1  c  reads x"]
-    outcome, reasons = judge_hardware(case)
+    outcome, reasons = judge_hardware(planned(case))
     assert outcome is FAIL
     assert not any("control" in reason or "exposed" in reason for reason in reasons)
 
@@ -323,6 +357,16 @@ def test_what_the_model_proved_is_not_lost_behind_a_blocker() -> None:
     case = passing()
     case.blockers, case.timeline = ["a profiler"], ["1  c  reads x"]
     assert judge_hardware(case)[0] is FAIL
+
+
+def test_a_mismatch_stands_although_the_run_was_cut_short() -> None:
+    case = passing()
+    del case.arms[1:]
+    case.controls.clear()
+    vars(case.arms[0]).update(mismatches=1, mismatch=mismatch())
+    outcome, reasons = judge_hardware(case)
+    assert outcome is FAIL
+    assert "1 of 6 planned arms have a result" in reasons
 
 
 def test_judging_changes_nothing() -> None:
@@ -343,12 +387,17 @@ def test_the_starting_point_is_ordered() -> None:
 BROKEN_ON_MODEL: dict[str, tuple[Break, Outcome, str]] = {
     "a counterexample": (lambda c: c.timeline.append("1  c  reads x"), FAIL, "the contracts allow a bad schedule"),
     "an error": (lambda c: c.errors.append("it broke"), ERROR, "it broke"),
+    "a control that got lost": (lambda c: c.controls.pop(), ERROR, "2 of 3 planned controls have a result"),
     "a must-catch control not refuted": (
-        lambda c: c.controls.append(control("caught", "missed", variant="another")),
+        lambda c: planned_anew(c, lambda: c.controls.append(control("caught", "missed", variant="another"))),
         INCONCLUSIVE,
         "control F02 (another) on p->c must be refuted and was not",
     ),
-    "no control on a data edge": (lambda c: c.controls.clear(), INCONCLUSIVE, "no control was refuted on p->c"),
+    "no control on a data edge": (
+        lambda c: planned_anew(c, c.controls.clear),
+        INCONCLUSIVE,
+        "no control was refuted on p->c",
+    ),
     "controls on another buffer only": (
         lambda c: vars(c.controls[0]).update(buffer="y"),
         INCONCLUSIVE,

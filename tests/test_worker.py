@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,10 +18,14 @@ from typing import Any
 import pytest
 
 from pdl_stress import DeviceError, PdlStressError, UsageError
+from pdl_stress.chain import DataEdge
 from pdl_stress.cuda import worker as module
 from pdl_stress.cuda.worker import Worker, WorkerFailed
-from pdl_stress.jobs import ExposureJob
+from pdl_stress.faults import Control
+from pdl_stress.jobs import ArmJob, ControlJob, ExposureJob
 
+ROOT = Path(__file__).resolve().parent.parent
+EDGE = DataEdge("p", "c", "x", "a")
 MODULE = "loads_that_misbehave"
 SOURCE = """
 import os, time
@@ -62,7 +67,7 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def job(name: str) -> ExposureJob:
-    return ExposureJob(name, "as deployed")
+    return ExposureJob(name, "mark", "as deployed")
 
 
 def pids(load: Callable[[str], Any]) -> list[int]:
@@ -144,16 +149,108 @@ def test_only_the_first_job_of_a_child_gets_time_to_start(
             worker.execute(job("hang"))
 
 
+@pytest.mark.parametrize(
+    ("job", "seconds"),
+    [
+        (ExposureJob("c", "mark", "as deployed"), 0.0),
+        (ArmJob("c", "mark", "as deployed", 20_000), 2.0),
+        (ArmJob("c", "mark", "delayed", 1_000_000, {}, "s", 10.0), 130.0),
+        (ArmJob("c", "mark", "delayed", 10**9, {}, "s", 0.0), 100_000.0),
+        (ControlJob("c", "mark", Control("F02", "v", EDGE, 100.0), "caught", "", 1000), 0.4),
+    ],
+)
+def test_a_job_may_take_as_long_as_its_replays_need(job: Any, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of an hour that makes progress is no hang; the child watches its progress itself."""
+    waited: list[float] = []
+
+    class Pipe:
+        def send(self, job: Any) -> None: ...
+
+        def poll(self, limit: float) -> bool:
+            waited.append(limit)
+            return True
+
+        def recv(self) -> tuple[str, str]:
+            return "answer", "an answer"
+
+    worker = Worker(lambda name: None, time_limit=5.0)  # type: ignore[arg-type,return-value]
+    monkeypatch.setattr(worker, "_process", object())
+    monkeypatch.setattr(worker, "_pipe", Pipe())
+    assert [worker.execute(job), worker.execute(job)] == ["an answer"] * 2
+    assert waited == [pytest.approx(15 + 2 * seconds + module.START_SECONDS), pytest.approx(15 + 2 * seconds)]
+
+
+def test_a_hang_in_a_long_job_ends_too(load: Callable[[str], Any]) -> None:
+    with Worker(load, time_limit=0.1) as worker:
+        with pytest.raises(PdlStressError, match="unknown chain"):
+            worker.execute(job("warm"))
+        with pytest.raises(WorkerFailed, match=r"no answer within 0\.5 s"):
+            worker.execute(ArmJob("hang", "mark", "as deployed", 1000))
+
+
 def test_a_child_killed_between_jobs_is_replaced(load: Callable[[str], Any]) -> None:
     """As the kernel's out-of-memory killer would."""
     with Worker(load) as worker:
         with pytest.raises(PdlStressError, match="unknown chain"):
             worker.execute(job("first"))
         os.kill(pids(load)[0], 9)
-        with pytest.raises(WorkerFailed, match=r"the worker died \(exit code -9\)"):
+        with pytest.raises(WorkerFailed, match=r"the worker died \(exit code -9\)\.$"):
             worker.execute(job("second"))
         with pytest.raises(PdlStressError, match="unknown chain 'third'"):
             worker.execute(job("third"))
+
+
+SCRIPT = """
+from pdl_stress import UsageError
+from pdl_stress.cuda.worker import Worker
+from pdl_stress.jobs import ExposureJob
+
+def load(name):
+    raise UsageError("it was loaded")
+
+GUARD
+    with Worker(load) as worker:
+        worker.execute(ExposureJob("chain", "mark", "as deployed"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("guard", "last"),
+    [
+        (
+            "if True:",
+            "WorkerFailed: the worker died (exit code 1). It had not answered yet: a script that calls stress()",
+        ),
+        ('if __name__ == "__main__":', "PdlStressError: it was loaded"),
+    ],
+    ids=["unguarded", "guarded"],
+)
+def test_a_script_without_a_guard_is_told_what_it_lacks(tmp_path: Path, guard: str, last: str) -> None:
+    """The child imports the script again, and would start a child of its own."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("GUARD", guard))
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert last in done.stderr.splitlines()[-1]
+    assert ('`if __name__ == "__main__":`' in done.stderr.splitlines()[-1]) is (guard == "if True:")
+
+
+def test_only_a_worker_that_never_answered_may_lack_the_guard(load: Callable[[str], Any]) -> None:
+    with Worker(load) as worker:
+        with pytest.raises(WorkerFailed, match="It had not answered yet"):
+            worker.execute(job("crash"))
+        with pytest.raises(PdlStressError, match="unknown chain"):
+            worker.execute(job("next"))
+        with pytest.raises(WorkerFailed, match=r"the worker died \(exit code 7\)\.$"):
+            worker.execute(job("crash"))
 
 
 def test_stopping_twice_or_before_the_start_is_fine(load: Callable[[str], Any]) -> None:

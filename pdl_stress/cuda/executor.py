@@ -48,10 +48,11 @@ class Executor:
         return self._control(bench, job)
 
     def _bench_of(self, job: Job) -> Bench:
-        if self._bench is None or self._bench.chain.name != job.chain:
+        judged = (job.chain, job.fingerprint)
+        if self._bench is None or (self._bench.chain.name, self._bench.chain.fingerprint) != judged:
             self._bench = None  # frees the other chain's memory first
             chain = self._load(job.chain)
-            if (chain.name, chain.fingerprint) != (job.chain, job.fingerprint):
+            if (chain.name, chain.fingerprint) != judged:
                 raise PdlStressError(
                     f"the chain {chain.name!r} that was built where it should run is not the one that was judged. "
                     "A spawned process shares no globals: make its function depend on nothing but its code."

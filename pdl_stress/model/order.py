@@ -7,6 +7,7 @@ every schedule. Two accesses conflict if they touch a common cell and at least o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..chain import Chain
@@ -41,44 +42,26 @@ class Race:
         return f"{self.kind}: {second.step} {second.kind} {second.view} before {first.step} {first.kind} it"
 
 
-class Possible:
-    """What can happen in a structure if one event never does. Keeps the structure's index, for many questions."""
+def _blocked(events: Sequence[Event], excluded: int, stop: int) -> set[int]:
+    """Indices below ``stop`` of the events that cannot happen if ``excluded`` never does; that one is among them.
 
-    def __init__(self, structure: Structure) -> None:
-        self._events = structure.events
-        self._groups: list[list[tuple[int, int]]] = [[] for _ in structure.events]
-        for event in structure.events:
-            for number, group in enumerate(event.needs):
-                for member in group:
-                    self._groups[member].append((event.index, number))
-        self._roots = [event.index for event in structure.events if not event.needs]
-
-    def without(self, excluded: int) -> set[int]:
-        """Indices of all events that can happen if the event ``excluded`` never does: a least fixed point."""
-        missing = [len(event.needs) for event in self._events]
-        met: set[tuple[int, int]] = set()
-        done: set[int] = set()
-        ready = [index for index in self._roots if index != excluded]
-        while ready:
-            index = ready.pop()
-            done.add(index)
-            for group in self._groups[index]:
-                if group not in met:
-                    met.add(group)
-                    missing[group[0]] -= 1
-                    if not missing[group[0]] and group[0] != excluded:
-                        ready.append(group[0])
-        return done
+    A structure lists what an event needs before the event itself, so one pass finds the fixed point.
+    """
+    blocked = {excluded}
+    for event in events[excluded + 1 : stop]:
+        if any(blocked.issuperset(group) for group in event.needs):
+            blocked.add(event.index)
+    return blocked
 
 
 def without(structure: Structure, excluded: int) -> set[int]:
     """Indices of all events that can happen if the event ``excluded`` never does."""
-    return Possible(structure).without(excluded)
+    count = len(structure.events)
+    return set(range(count)) - _blocked(structure.events, excluded, count)
 
 
 def races_of(structure: Structure) -> list[Race]:
     """All races between different steps, one per (steps, buffer, kind), in sequential order."""
-    possible = Possible(structure)
     accesses = structure.accesses
     by_buffer: dict[str, list[Event]] = {}
     for access in accesses:
@@ -97,9 +80,9 @@ def races_of(structure: Structure) -> list[Race]:
         ]
         if not rivals:
             continue
-        reachable = possible.without(first.index)
+        blocked = _blocked(structure.events, first.index, max(second.index for second in rivals) + 1)
         for second in rivals:
-            if second.index in reachable:
+            if second.index not in blocked:
                 race = Race(first, second)
                 found.setdefault((first.position, second.position, race.buffer, race.kind), race)
     return list(found.values())

@@ -32,10 +32,14 @@ def write_json(run: RunResult, path: Path) -> None:
     """Writes the run; readers see the old file or the new one, never half of one."""
     text = json.dumps(to_json(run), indent=1) + "\n"
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def _case(case: CaseResult) -> dict[str, Any]:

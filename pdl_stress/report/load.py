@@ -53,6 +53,8 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     arguments = get_args(kind)
     if get_origin(kind) is list and isinstance(value, list):
         return [_read(arguments[0], item, f"{where}[{number}]") for number, item in enumerate(value)]
+    if get_origin(kind) is tuple and isinstance(value, list) and len(value) == len(arguments):
+        return tuple(_read(part, item, where) for part, item in zip(arguments, value, strict=True))
     if get_origin(kind) is dict and isinstance(value, dict):
         return {key: _read(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
     if get_origin(kind) is UnionType:

@@ -1,0 +1,117 @@
+"""From answers to a case: an answer that is not the job's is refused; a failure leaves a trace that grades nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pdl_stress import DeviceError, Outcome, catalog
+from pdl_stress.collect import control_result, take, take_error
+from pdl_stress.jobs import ArmAnswer, ArmJob, ControlAnswer, ControlJob, ExposureAnswer, ExposureJob, Job
+from pdl_stress.model import Expectation
+from pdl_stress.plan import Plan, clean_jobs, control_jobs
+from pdl_stress.results import ArmResult, CaseResult, DataEdgeResult, EdgeResult
+from pdl_stress.verdict import judge_hardware
+
+CHAIN = catalog.load("csa2-fused-m1")
+
+
+def case() -> CaseResult:
+    made = CaseResult(CHAIN.name, "native", [], "cuda")
+    made.data_edges = [DataEdgeResult(e.writer, e.reader, e.buffer) for e in CHAIN.data_edges]
+    return made
+
+
+def answer(job: Job) -> Any:
+    if isinstance(job, ArmJob):
+        edges = [EdgeResult(a, b, "full" if job.serialized else "programmatic") for a, b in CHAIN.edges]
+        arm = ArmResult(job.name, job.replays, 0, 0.1, job.delay_us, job.step, 0.5)
+        return ArmAnswer(arm, edges, 256, {"kernel": "evidence"})
+    if isinstance(job, ExposureJob):
+        return ExposureAnswer(dict.fromkeys(CHAIN.edges, 0.5), {("projection", "q_norm", "qkv"): 1.0})
+    result = control_result(job.control, Expectation(job.expected, job.reason))
+    return ControlAnswer(replace(result, replays=job.replays, verdict="not seen"), {"broken kernel": "evidence"})
+
+
+JOBS: list[Job] = [*clean_jobs(CHAIN, Plan()), *control_jobs(CHAIN, Plan(faults=("F02", "F04", "F28")))]
+ARM = next(job for job in JOBS if isinstance(job, ArmJob) and job.step)
+EXPOSURE = next(job for job in JOBS if isinstance(job, ExposureJob))
+CONTROL = next(job for job in JOBS if isinstance(job, ControlJob))
+
+
+def test_the_answers_of_all_jobs_are_taken() -> None:
+    made = case()
+    for job in JOBS:
+        take(made, job, answer(job))
+    assert len(made.arms) == sum(isinstance(job, ArmJob) for job in JOBS)
+    assert len(made.controls) == sum(isinstance(job, ControlJob) for job in JOBS)
+    assert made.sass == {"kernel": "evidence", "broken kernel": "evidence"}, "of arms and of controls"
+    assert made.errors == []
+
+
+@pytest.mark.parametrize("job", [ARM, EXPOSURE, CONTROL], ids=lambda job: type(job).__name__)
+@pytest.mark.parametrize("thing", [None, 5, "answer", (), CHAIN, *[answer(job) for job in (ARM, EXPOSURE, CONTROL)]])
+def test_an_answer_of_another_kind_is_refused(job: Job, thing: Any) -> None:
+    if type(thing) is type(answer(job)):
+        return
+    made = case()
+    with pytest.raises(DeviceError, match=f"{type(thing).__name__} is no answer to {type(job).__name__}"):
+        take(made, job, thing)
+    assert made == case(), "a refused answer leaves nothing behind"
+
+
+@pytest.mark.parametrize("field", ["name", "step", "delay_us"])
+def test_the_answer_of_another_arm_is_refused(field: str) -> None:
+    other = answer(ARM)
+    setattr(other.arm, field, 7.0 if field == "delay_us" else "another")
+    made = case()
+    with pytest.raises(DeviceError, match=r"an answer to another job: .*, expected "):
+        take(made, ARM, other)
+    assert made == case()
+
+
+@pytest.mark.parametrize("field", ["fault", "variant", "writer", "reader", "delay_us", "expected"])
+def test_the_answer_of_another_control_is_refused(field: str) -> None:
+    other = answer(CONTROL)
+    setattr(other.result, field, 7.0 if field == "delay_us" else "another")
+    made = case()
+    with pytest.raises(DeviceError, match=r"an answer to another job: .*, expected "):
+        take(made, CONTROL, other)
+    assert made == case()
+
+
+def test_the_answers_of_two_controls_cannot_be_swapped() -> None:
+    controls = [job for job in JOBS if isinstance(job, ControlJob)]
+    for job in controls:
+        for other in controls:
+            if other is not job:
+                with pytest.raises(DeviceError, match="another job"):
+                    take(case(), job, answer(other))
+
+
+@pytest.mark.parametrize("job", [ARM, EXPOSURE, CONTROL], ids=lambda job: type(job).__name__)
+def test_a_failure_leaves_a_trace_that_grades_nothing(job: Job) -> None:
+    made = case()
+    take_error(made, job, DeviceError("it hung"))
+    if isinstance(job, ControlJob):
+        (control,) = made.controls
+        assert (control.verdict, control.note, control.replays, control.kills) == ("error", "it hung", 0, 0)
+        assert (control.fault, control.expected, control.reason) == (job.control.fault, job.expected, job.reason)
+    else:
+        assert made.errors == [f"{job.describe()}: it hung"]
+    if isinstance(job, ArmJob):
+        (arm,) = made.arms
+        assert (arm.name, arm.step, arm.delay_us, arm.replays) == (job.name, job.step, job.delay_us, 0)
+    assert judge_hardware(made)[0] is Outcome.ERROR
+
+
+def test_the_rate_is_that_of_the_arm_as_deployed() -> None:
+    made = case()
+    for job in JOBS:
+        if isinstance(job, ArmJob):
+            found = answer(job)
+            found.arm.seconds = 0.25 if job.name == "as deployed" else 99.0
+            take(made, job, found)
+    assert made.replays_per_second == 80_000
