@@ -162,7 +162,8 @@ def run(
     built = [catalog.load(name) for name in dict.fromkeys(names)]
     check_controls(built, plan.faults)
     if planted:
-        built = _plantable(built, planted, all_of_them=bool(chains))
+        candidates = [chain.modelled() for chain in built] if machine == "model" else built
+        built = _plantable(candidates, planted, all_of_them=bool(chains))
     if machine not in ("auto", "cuda", "model"):
         raise UsageError(f"unknown machine {machine!r}; expected auto, cuda or model.")
     record = Record(result_folder(out, force), shlex.join(["pdl-stress", *sys.argv[1:]]))

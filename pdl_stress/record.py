@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -70,9 +71,10 @@ class Record:
             raise UsageError(f"{str(self.path)!r} cannot be written: {error.strerror or error}.") from error
 
     def keep(self, cases: list[CaseResult]) -> None:
-        """Enters the cases as they stand."""
+        """Enters the cases as they stand. A disk that is full now is no reason to stop: :meth:`finish` tries again."""
         self.result.cases = cases
-        self._write()
+        with suppress(OSError):
+            self._write()
 
     def fail(self, text: str) -> None:
         """Enters what kept the run from going on."""

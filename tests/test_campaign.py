@@ -261,6 +261,7 @@ def test_answers_end_up_in_the_case() -> None:
     assert case.replays == REPLAYS * len(case.arms)
     assert case.mismatches == 0
     assert case.pool == 256
+    assert case.window_us == 10.0, "the fake shows a fault only where it must"
     assert case.replays_per_second == pytest.approx(80_000), "of the arm as deployed"
     assert case.requested_replays == REPLAYS
     assert len(case.controls) == sum(isinstance(job, ControlJob) for job in fake.jobs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -251,6 +252,16 @@ def test_only_a_worker_that_never_answered_may_lack_the_guard(load: Callable[[st
             worker.execute(job("next"))
         with pytest.raises(WorkerFailed, match=r"the worker died \(exit code 7\)\.$"):
             worker.execute(job("crash"))
+
+
+def test_ctrl_c_is_for_the_parent_alone(load: Callable[[str], Any]) -> None:
+    """The terminal sends it to the whole group; a child that fell over it would look like a crash."""
+    with Worker(load) as worker:
+        for name in ("first", "second"):
+            with pytest.raises(PdlStressError, match=f"unknown chain '{name}'"):
+                worker.execute(job(name))
+            os.kill(pids(load)[0], signal.SIGINT)
+    assert len(set(pids(load))) == 1
 
 
 def test_stopping_twice_or_before_the_start_is_fine(load: Callable[[str], Any]) -> None:

@@ -27,10 +27,7 @@ def diagnose(bench: Bench, capture: Callable[[], Captured], counts: Counts) -> M
     without_pdl.serialize()
     also_serialized = bench.run(without_pdl, REPLAYS).mismatches > 0
     buffer, index, got, want, held = _first_wrong(bench, captured, counts)
-    writers = [
-        s for s in chain.steps if any(v.buffer.name == buffer and _contains(v.box, index) for _, v in s.writes())
-    ]
-    reader = writers[0].name if writers else ""
+    reader = _writer_of(chain, buffer, index)
     edge = _data_edge(chain, reader, cured)
     return Mismatch(
         writer=edge.writer if edge else "",
