@@ -86,7 +86,6 @@ def stress(
         rules=rules,  # type: ignore[arg-type]  # a name becomes its rule set
         faults=controls,
         delays_us=delays_us,
-        ops="own",
         time_limit=time_limit,
     )
     if isinstance(chain, type) or not (isinstance(chain, Chain) or callable(chain)):

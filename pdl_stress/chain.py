@@ -254,7 +254,9 @@ class Chain:
         _check_name("step", name)
         if not isinstance(op, Op):
             raise UsageError(f"step {name!r}: {op!r} is no op; declare its contract with pdl_stress.op(...) first.")
-        if name == PRODUCER or any(name == s.name for s in self._steps):
+        if name == PRODUCER:
+            raise UsageError(f"step name {name!r} is reserved: the kernel that writes the inputs is called so.")
+        if any(name == s.name for s in self._steps):
             raise UsageError(f"step {name!r}: the name is taken; step names of a chain are unique.")
         if set(operands) != set(op.contract.operands):
             raise UsageError(

@@ -31,7 +31,7 @@ from .outcome import USAGE_EXIT_CODE, Outcome
 from .plan import CONTROL_REPLAYS, REPLAYS, TIME_LIMIT_S, Plan
 from .record import Record, result_folder
 from .report import founding_table, load_json, print_cases
-from .report.table import coloured
+from .report.table import caveats, coloured
 from .results import RunResult
 
 OPS = ("auto", "native")
@@ -218,6 +218,9 @@ def _plantable(chains: list[Chain], planted: str, *, all_of_them: bool) -> list[
             errors.append(error)
     if errors and (all_of_them or not found):
         raise errors[0]
+    for chain in chains:
+        if chain not in found:
+            console.print(f"not planted in {chain.name}: it does not apply there", markup=False)
     return found
 
 
@@ -227,10 +230,8 @@ def _show(result: RunResult, details: bool, to: Console = console) -> None:
     for error in result.errors:
         _complain(error)
     to.print(f"\nverdict: {coloured(result.verdict)}   ({result.seconds:.1f} s)")
-    if any(case.machine == "model" for case in result.cases):
-        to.print(
-            "No kernel ran: the model judged the contracts. For evidence from hardware, run this on a GPU with PDL."
-        )
+    for line in caveats(result.cases):
+        to.print(line)
 
 
 @contextmanager
@@ -264,6 +265,8 @@ def show(
 ) -> None:
     """Show a stored result again, with the exit code that it had."""
     result = load_json(path)
+    if svg and svg.suffix != ".svg":
+        raise UsageError(f"--svg {str(svg)!r}: expected a name that ends in .svg.")
     to = Console(highlight=False, record=True, width=118) if svg else console
     if f00:
         tables = [founding_table(case, e.writer, e.reader) for case in result.cases for e in case.data_edges]

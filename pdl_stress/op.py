@@ -12,6 +12,7 @@ compiled at run time) says which waits it supports; from those the controls are 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -107,9 +108,31 @@ def op(
 
     def declare(run: Run) -> Op:
         label = name or str(getattr(run, "__name__", "op"))
+        _check_signature(label, run, contract)
         return Op(label, contract, run, contract, kernels=tuple(kernels) or (label,))
 
     return declare
+
+
+def _check_signature(label: str, run: Run, contract: KernelContract) -> None:
+    """A callable that does not take the operands by name could never be launched: say so here, not on a GPU."""
+    if not callable(run):
+        raise UsageError(f"op {label!r}: {run!r} cannot be called.")
+    try:
+        signature = inspect.signature(run)
+    except (TypeError, ValueError):  # some built-in callables have none
+        return
+    refused = []
+    for operand in (*contract.operands, "pdl"):
+        try:
+            signature.bind_partial(**{operand: None})
+        except TypeError:
+            refused.append(operand)
+    if refused:
+        raise UsageError(
+            f"op {label!r}: the callable takes no argument {', '.join(map(repr, refused))}; "
+            "it is called with the operands of its contract by name, and `pdl`."
+        )
 
 
 def _listed(names: Iterable[str]) -> tuple[str, ...]:

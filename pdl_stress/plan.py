@@ -36,7 +36,6 @@ class Plan:
         faults: ``FAULT`` or ``FAULT@STEP`` whose controls run; ``None``: all; empty: none (no PASS is possible then).
         delays_us: windows between trigger and stores, microseconds.
         planted: ``FAULT@STEP`` to plant in the chain under test, or empty.
-        ops: what reports call the kernels.
         time_limit: seconds without progress after which a run of one captured graph counts as hung.
 
     Raises:
@@ -50,7 +49,6 @@ class Plan:
     faults: tuple[str, ...] | None = None
     delays_us: tuple[float, ...] = DELAYS_US
     planted: str = ""
-    ops: str = "native"
     time_limit: float = TIME_LIMIT_S
 
     def __post_init__(self) -> None:

@@ -114,7 +114,8 @@ def _uncovered(case: CaseResult, wanted: str, outcome: Outcome) -> list[tuple[Ou
         return []
     covered = {(c.writer, c.reader, c.buffer) for c in case.controls if c.expected == "caught" and c.verdict == wanted}
     missing = [e for e in case.data_edges if (e.writer, e.reader, e.buffer) not in covered]
-    found = [(outcome, f"no control was {wanted} on {e.writer}->{e.reader} through {e.buffer}") for e in missing]
+    need = " (it takes a window of 10 us or more)" if wanted == "caught" else ""
+    found = [(outcome, f"no control was {wanted} on {e.writer}->{e.reader} through {e.buffer}{need}") for e in missing]
     if not case.data_edges:
         found.append((outcome, "the chain has no data edge, so there was nothing to test"))
     return found + [

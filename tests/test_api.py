@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import pdl_stress
-from pdl_stress import Chain, DeviceError, Outcome, UsageError, Verdict, Wait, catalog, op, stress
+from pdl_stress import Chain, DeviceError, Outcome, Trigger, UsageError, Verdict, Wait, catalog, op, stress
 from pdl_stress.api import choose_machine
 from pdl_stress.cuda.device import Presence, Sighting
 
@@ -230,3 +230,30 @@ def test_everything_that_is_exported_exists() -> None:
     assert sorted(pdl_stress.__all__) == list(pdl_stress.__all__)
     for name in pdl_stress.__all__:
         assert getattr(pdl_stress, name) is not None
+
+
+def test_the_race_that_hardware_can_show_is_the_one_that_is_shown() -> None:
+    """norm -> gemm -> add, gemm triggers at entry, add forgets its wait: gemm -> add is real under every rule set."""
+
+    def kernel(**contract: Any) -> Any:
+        return op(**contract)(lambda a=None, b=None, o=None, *, pdl: None)
+
+    chain = Chain("residual")
+    x = chain.input("x", (1, 64), "bfloat16")
+    n, g, out = (chain.buffer(name, (1, 64), "bfloat16") for name in ("n", "g", "out"))
+    chain.step("norm", kernel(reads=("a",), writes=("o",)), a=x, o=n)
+    chain.step("gemm", kernel(reads=("a",), writes=("o",), trigger=Trigger.ENTRY), a=n, o=g)
+    chain.step("add", kernel(reads=("a", "b"), writes=("o",), wait=Wait.NEVER), a=g, b=x, o=out)
+    case = stress(chain, machine="model").case
+    assert case.verdict is Outcome.FAIL
+    assert case.model.startswith("stale read: add may overtake gemm on g")
+    assert "; also: producer -> add on x" in case.model
+    assert case.timeline[-1].endswith("<-- too late")
+    assert case.controls == [], "its twins would only show its own fault"
+
+
+def test_a_callable_that_could_never_be_launched_is_no_op() -> None:
+    def norm(x: Any, weight: Any, output: Any) -> None: ...
+
+    with pytest.raises(UsageError, match="takes no argument 'out', 'pdl'"):
+        op(reads=("x", "weight"), writes=("out",))(norm)

@@ -163,8 +163,8 @@ def test_a_buffer_of_another_chain_is_foreign_even_under_the_same_name() -> None
 
 def test_step_names_are_unique_and_the_producer_is_reserved() -> None:
     chain = pipeline()
-    for name in ("first", PRODUCER):
-        with pytest.raises(UsageError, match="the name is taken"):
+    for name, why in (("first", "the name is taken"), (PRODUCER, "is reserved")):
+        with pytest.raises(UsageError, match=why):
             chain.step(name, kernel(), a=chain.buffers["x"], o=chain.buffers["y"])
 
 

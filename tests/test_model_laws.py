@@ -197,10 +197,14 @@ def test_judge_never_contradicts_itself(steps: tuple[Spec, ...], rules: RuleSet,
     judgement = model.judge(chain_of(steps), rules, replays=replays, schedules=3)
     assert judgement.ordered is (judgement.counterexample is None) is (not judgement.races)
     if judgement.counterexample:
-        late = [line for line in judgement.counterexample.timeline if "<-- too late" in line]
-        early = [line for line in judgement.counterexample.timeline if "<-- before" in line]
-        assert len(late) == 1
-        assert len(early) == 1
+        timeline = judgement.counterexample.timeline
+        if not find_races(chain_of(steps), OBSERVED_SM90, replays):
+            # Nothing happens in the wrong order: what is missing is a promise, and it is named.
+            assert timeline[0].startswith("No visibility is promised: ")
+            assert timeline[1].startswith("R")
+            return
+        assert len([line for line in timeline if "<-- too late" in line]) == 1
+        assert len([line for line in timeline if "<-- before" in line]) == 1
 
 
 @settings(LAW, max_examples=60)

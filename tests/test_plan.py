@@ -24,7 +24,7 @@ def test_the_defaults_are_what_the_documentation_says() -> None:
     assert (plan.replays, plan.control_replays, plan.seed, plan.time_limit) == (20_000, 256, 0, 60.0)
     assert (REPLAYS, CONTROL_REPLAYS, TIME_LIMIT_S) == (20_000, 256, 60.0)
     assert plan.rules is model.DOCUMENTED
-    assert (plan.faults, plan.delays_us, plan.planted, plan.ops) == (None, DELAYS_US, "", "native")
+    assert (plan.faults, plan.delays_us, plan.planted) == (None, DELAYS_US, "")
     assert upper_bound(REPLAYS) == pytest.approx(1.5e-4, rel=0.01)
 
 

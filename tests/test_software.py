@@ -114,7 +114,9 @@ def test_libraries_are_looked_up_and_not_imported(monkeypatch: pytest.MonkeyPatc
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
     found = toolchain.ops(None)[1]
-    assert (found.name, found.status) == ("ops: flashinfer", Status.OK)
+    assert (found.name, found.status) == ("ops: flashinfer", Status.ABSENT)
+    assert found.value.startswith("no adapter in this version (")
+    assert "not installed" not in found.value
 
 
 # --- where the code comes from ----------------------------------------------------------------------------------------

@@ -67,9 +67,14 @@ def ops(device_problem: str | None) -> list[Finding]:
         ours = Finding(native, Status.OK, f"compiled at run time by NVRTC {nvrtc}")
     return [
         ours,
-        _library("flashinfer", "flashinfer", "flashinfer-python", device_problem),
-        _library("trtllm", "tensorrt_llm", "tensorrt-llm", device_problem),
+        _not_yet(_library("flashinfer", "flashinfer", "flashinfer-python", device_problem)),
+        _not_yet(_library("trtllm", "tensorrt_llm", "tensorrt-llm", device_problem)),
     ]
+
+
+def _not_yet(library: Finding) -> Finding:
+    """What this version has no adapter for is not available, installed or not."""
+    return Finding(library.name, Status.ABSENT, f"no adapter in this version ({library.value})")
 
 
 def torch_cuda() -> str | None:

@@ -70,7 +70,7 @@ def judge(
     bad = sum(bool(play(structure, random_picker(structure, seed + i)).anomalies) for i in range(schedules))
     if bad and not races:
         raise ModelError(f"chain {chain.name!r}: {bad} schedules went wrong although every access is ordered.")
-    counterexample = _most_physical(chain, replays, structure, races[0]) if races else None
+    counterexample = _most_physical(chain, replays, structure, races) if races else None
     return Judgement(not races, rules.name, tuple(races), counterexample, schedules, bad)
 
 
@@ -78,7 +78,7 @@ def explain(chain: Chain, edge: DataEdge, rules: RuleSet) -> Counterexample | No
     """A counterexample for one data edge, or ``None`` if it is ordered."""
     structure = build(chain, rules)
     race = _race_of(races_of(structure), edge)
-    return _most_physical(chain, 1, structure, race) if race else None
+    return _most_physical(chain, 1, structure, [race]) if race else None
 
 
 def expect(chain: Chain, edge: DataEdge) -> Expectation:
@@ -104,12 +104,12 @@ def expect(chain: Chain, edge: DataEdge) -> Expectation:
     return Expectation("unpromised", "; ".join(OPEN_QUESTIONS[name] for name in _open_questions(chain)))
 
 
-def _open_questions(chain: Chain) -> tuple[str, ...]:
+def _open_questions(chain: Chain, replays: int = 1) -> tuple[str, ...]:
     """The smallest set of open questions whose permissive answers order the chain."""
     for size in range(1, len(OPEN_QUESTIONS) + 1):
         for names in combinations(OPEN_QUESTIONS, size):
             rules = replace(DOCUMENTED, name="+".join(names), **dict.fromkeys(names, True))
-            if not races_of(build(chain, rules)):
+            if not races_of(build(chain, rules, replays)):
                 return names
     raise ModelError(f"chain {chain.name!r}: no open question explains why it is ordered on hardware.")
 
@@ -122,19 +122,27 @@ def _race_of(races: list[Race], edge: DataEdge) -> Race | None:
     return next((race for race in races if _is_of(race, edge)), None)
 
 
-def _most_physical(chain: Chain, replays: int, structure: Structure, race: Race) -> Counterexample:
-    """The counterexample of ``race`` under the strictest rules that still have it.
+def _most_physical(chain: Chain, replays: int, structure: Structure, races: list[Race]) -> Counterexample:
+    """A counterexample of the first race that hardware can be seen to run into; else of the first one.
 
-    Where visibility is not promised, the documented rules let a grid take effect before it can start; a schedule that
-    hardware can be seen to follow is the better explanation.
+    Where only a promise of visibility is missing, no schedule shows the race: the accesses happen in order, and the
+    later one may still see old memory. That is said, not drawn.
     """
     if structure.rules == OBSERVED_SM90:
-        return _counterexample(structure, race)
+        return _counterexample(structure, races[0])
     physical = build(chain, OBSERVED_SM90, replays)
+    wanted = {(race.steps, race.buffer, race.kind) for race in races}
     for other in races_of(physical):
-        if (other.steps, other.buffer, other.kind) == (race.steps, race.buffer, race.kind):
+        if (other.steps, other.buffer, other.kind) in wanted:
             return _counterexample(physical, other)
-    return _counterexample(structure, race)
+    race = races[0]
+    questions = "; ".join(OPEN_QUESTIONS[name] for name in _open_questions(chain, replays))
+    first, second = race.first, race.second
+    late = f"{second.view} as it was before {first.step} {first.kind} it"
+    text = f"No visibility is promised: {second.step} may find {late}."
+    return Counterexample(
+        race.first.step, race.second.step, race.buffer, race.kind, "poison", structure.rules.name, (text, questions)
+    )
 
 
 def _counterexample(structure: Structure, race: Race) -> Counterexample:

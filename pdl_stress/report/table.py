@@ -34,7 +34,7 @@ def coloured(outcome: Outcome) -> str:
 def render(case: CaseResult, width: int = 120) -> str:
     """One case, with all details, as plain text."""
     text = io.StringIO()
-    Console(file=text, width=width, no_color=True).print(summary([case]), details(case))
+    Console(file=text, width=width, no_color=True).print(summary([case]), details(case), *caveats([case]))
     return text.getvalue()
 
 
@@ -53,6 +53,14 @@ def print_cases(cases: Iterable[CaseResult], console: Console, *, everything: bo
             console.print(f"{escape(case.chain)}: only some controls ran ({escape(chosen)})", soft_wrap=True)
         if everything or case.verdict not in (Outcome.PASS, Outcome.ORDERED):
             console.print(details(case) if everything else _reasons(case))
+
+
+NO_KERNEL = "No kernel ran: the model judged the contracts. For evidence from hardware, run this on a GPU with PDL."
+
+
+def caveats(cases: list[CaseResult]) -> list[str]:
+    """What must be said beside any table."""
+    return [NO_KERNEL] if any(case.machine == "model" for case in cases) else []
 
 
 def _table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
@@ -132,7 +140,7 @@ def _reasons(case: CaseResult) -> Group:
     if len(case.reasons) > _MOST_REASONS:
         parts.append(f"  - and {len(case.reasons) - _MOST_REASONS} more, in results.json")
     if case.timeline:
-        parts.append("  a schedule that the rules allow:")
+        parts.append("  what the rules allow:")
         # Wrapped, not cropped: what went wrong stands at the end of a line.
         parts += [Padding(Text(line), (0, 0, 0, 4), expand=False) for line in case.timeline]
     return Group(*parts)
@@ -181,10 +189,11 @@ def _edges(case: CaseResult) -> Table:
 def _controls(case: CaseResult) -> Table:
     """Controls by fault and edge, delays side by side: where the kills begin is what the test can see."""
     delays = sorted({c.delay_us for c in case.controls})
+    on_model = case.machine == "model"
     groups: dict[tuple[str, ...], dict[float, ControlResult]] = defaultdict(dict)
     for control in case.controls:
         groups[control.fault, *_key(control)][control.delay_us] = control
-    windows = tuple(f"{delay:g} us" for delay in delays)
+    windows = tuple("model" if on_model else f"{delay:g} us" for delay in delays)
     table = _table(f"{case.chain}: controls", "fault", "variant", "data edge", "expected", *windows, right=windows)
     for (fault, variant, writer, reader, _), by_delay in groups.items():
         expected = by_delay[max(by_delay)].expected
@@ -216,8 +225,10 @@ def founding_table(case: CaseResult, writer: str, reader: str) -> Table | None:
     delays = sorted({delay for _, delay in controls})
     places = list(dict.fromkeys(variant.split(",")[0].removeprefix("trigger ") for variant, _ in controls))
     replays = max(c.replays for c in controls.values())
-    windows = tuple(f"{delay:g} us" for delay in delays)
-    title = f"{case.chain}, {writer} -> {reader}: kills of {replays:,} replays, by window between trigger and stores"
+    on_model = case.machine == "model"
+    windows = tuple("model" if on_model else f"{delay:g} us" for delay in delays)
+    what = f"kills of {replays:,} replays, by window between trigger and stores"
+    title = f"{case.chain}, {writer} -> {reader}: {'what the model says; no kernel ran' if on_model else what}"
     table = _table(title, "producer triggers", "consumer", *windows, right=windows)
     for consumer in ("waits", "does not wait"):
         for place in places:
