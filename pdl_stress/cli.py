@@ -267,7 +267,7 @@ def show(
     result = load_json(path)
     if svg and svg.suffix != ".svg":
         raise UsageError(f"--svg {str(svg)!r}: expected a name that ends in .svg.")
-    to = Console(highlight=False, record=True, width=118) if svg else console
+    to = Console(highlight=False, record=True, width=92 if f00 else 118) if svg else console
     if f00:
         tables = [founding_table(case, e.writer, e.reader) for case in result.cases for e in case.data_edges]
         for table in tables:

@@ -233,7 +233,17 @@ def founding_table(case: CaseResult, writer: str, reader: str) -> Table | None:
     for consumer in ("waits", "does not wait"):
         for place in places:
             cells = [controls.get((f"trigger {place}, consumer {consumer}", delay)) for delay in delays]
-            shown = [f"{c.kills:,}" if c and c.replays else c.verdict if c else "" for c in cells]
-            table.add_row(*map(escape, (place, consumer, *shown)))
+            table.add_row(escape(place), consumer, *[_founding_cell(c, consumer == "waits") for c in cells])
         table.add_section()
+    if not on_model:
+        table.caption = "[green]0[/]: ordered by the wait   [bold red]n[/]: caught   [yellow]0[/]: broken, and not seen"
     return table
+
+
+def _founding_cell(control: ControlResult | None, waits: bool) -> str:
+    if control is None:
+        return ""
+    if not control.replays:
+        return escape(control.verdict)
+    colour = "bold red" if control.kills else "green" if waits else "yellow"
+    return f"[{colour}]{control.kills:,}[/]"

@@ -1,0 +1,78 @@
+"""The committed evidence is what the documentation says of it: whole, clean, caught, and written by the product."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdl_stress import Outcome, catalog
+from pdl_stress.faults import FAULTS
+from pdl_stress.report import load_json
+from pdl_stress.results import RunResult
+from pdl_stress.statistics import MIN_KILLS
+
+FOLDER = Path(__file__).parent.parent / "evidence" / "h200"
+PLANTS = sorted((FOLDER / "plants").glob("*.json"))
+
+
+def check_origin(run: RunResult) -> None:
+    environment = run.environment
+    assert environment["machine"] == "cuda"
+    assert "H200" in environment["gpu"]
+    assert len(environment["commit"]) == 40, "a clean commit"
+    assert len(environment["source_sha256"]) == 64
+    assert run.command.startswith("pdl-stress run ")
+
+
+@pytest.mark.parametrize("name", ["csa2", "f00"])
+def test_clean_runs(name: str) -> None:
+    run = load_json(FOLDER / f"{name}.json")
+    check_origin(run)
+    assert run.verdict is Outcome.PASS
+    if name == "csa2":
+        assert [case.chain for case in run.cases] == list(catalog.SHIPPED)
+    for case in run.cases:
+        assert case.mismatches == 0
+        assert all(arm.replays >= 20_000 and arm.counters_agree for arm in case.arms)
+        assert {edge.kind for edge in case.edges} == {"programmatic"}
+        assert all(edge.exposed_by for edge in case.data_edges)
+        for control in case.controls:
+            if control.expected == "caught":
+                assert control.kills >= MIN_KILLS
+                assert control.cause_checked
+            elif control.expected == "clean":
+                assert control.kills == 0
+
+
+def test_the_founding_control_is_the_one_of_the_docs() -> None:
+    (case,) = load_json(FOLDER / "f00.json").cases
+    cells = {(c.variant, c.delay_us): c for c in case.controls if c.fault == "F00" and c.reader == "q_norm"}
+    assert len(cells) == 5 * 2 * 5
+    for (variant, delay), control in cells.items():
+        assert control.replays == 20_000
+        if "consumer waits" in variant:
+            assert control.kills == 0, "an early trigger alone is no bug"
+        elif "after_stores" in variant or "none" in variant:
+            assert control.kills == 0, "the blind spot of plain stress"
+        elif delay > 0:
+            assert control.kills == 20_000
+
+
+def test_one_planted_run_for_each_shipped_fault() -> None:
+    assert {path.name.split("-")[0] for path in PLANTS} == set(FAULTS)
+
+
+@pytest.mark.parametrize("path", PLANTS, ids=lambda path: path.stem)
+def test_planted_runs_fail_and_name_the_edge(path: Path) -> None:
+    run = load_json(path)
+    check_origin(run)
+    assert run.verdict is Outcome.FAIL
+    (case,) = run.cases
+    planted, serialized = case.arms
+    assert planted.mismatch is not None
+    assert planted.mismatch.reader == path.stem.partition("-")[2]
+    assert planted.mismatch.writer
+    assert planted.mismatch.held == "poison"
+    assert planted.mismatches == planted.replays >= 20_000
+    assert serialized.mismatches == 0
