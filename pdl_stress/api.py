@@ -29,6 +29,15 @@ class Verdict:
         return render(self.case)
 
 
+MACHINES = ("auto", "cuda", "model")
+
+
+def check_machine(wanted: str) -> None:
+    """Raises UsageError for a word that is no machine; looks at no device."""
+    if wanted not in MACHINES:
+        raise UsageError(f"unknown machine {wanted!r}; expected {', '.join(MACHINES[:-1])} or {MACHINES[-1]}.")
+
+
 def choose_machine(wanted: str) -> str:
     """``auto``, ``cuda`` or ``model`` to ``cuda`` or ``model``.
 
@@ -38,8 +47,7 @@ def choose_machine(wanted: str) -> str:
         UsageError: another word.
         DeviceError: ``cuda`` without a device, or a device that cannot be used.
     """
-    if wanted not in ("auto", "cuda", "model"):
-        raise UsageError(f"unknown machine {wanted!r}; expected auto, cuda or model.")
+    check_machine(wanted)
     if wanted == "model":
         return "model"
     from .cuda.device import Presence, presence

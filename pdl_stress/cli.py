@@ -22,7 +22,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from . import __version__, catalog, model
-from .api import choose_machine
+from .api import check_machine, choose_machine
 from .campaign import Progress, run_on_gpu, run_on_model
 from .chain import Chain
 from .errors import DeviceError, PdlStressError, UsageError
@@ -164,8 +164,7 @@ def run(
     if planted:
         candidates = [chain.modelled() for chain in built] if machine == "model" else built
         built = _plantable(candidates, planted, all_of_them=bool(chains))
-    if machine not in ("auto", "cuda", "model"):
-        raise UsageError(f"unknown machine {machine!r}; expected auto, cuda or model.")
+    check_machine(machine)
     record = Record(result_folder(out, force), shlex.join(["pdl-stress", *sys.argv[1:]]))
     try:
         with _interruptible(), _progress() as progress:

@@ -8,6 +8,8 @@ import pytest
 
 from pdl_stress import Outcome, catalog
 from pdl_stress.faults import FAULTS
+from pdl_stress.jobs import ArmJob, ControlJob
+from pdl_stress.plan import Plan, clean_jobs, control_jobs
 from pdl_stress.report import load_json
 from pdl_stress.results import RunResult
 from pdl_stress.statistics import MIN_KILLS
@@ -43,6 +45,21 @@ def test_clean_runs(name: str) -> None:
                 assert control.cause_checked
             elif control.expected == "clean":
                 assert control.kills == 0
+
+
+def test_the_evidence_is_of_todays_plan() -> None:
+    """Arms, controls and expectations are those that a default run would have now; else it must be made again."""
+    plan = Plan()
+    for case in load_json(FOLDER / "csa2.json").cases:
+        chain = catalog.load(case.chain)
+        arms = [(job.name, job.step, job.delay_us) for job in clean_jobs(chain, plan) if isinstance(job, ArmJob)]
+        assert [(arm.name, arm.step, arm.delay_us) for arm in case.arms] == arms
+        wanted = [job for job in control_jobs(chain, plan) if isinstance(job, ControlJob)]
+        assert [(c.fault, c.variant, c.writer, c.reader, c.delay_us, c.expected, c.reason) for c in case.controls] == [
+            (c.fault, c.variant, c.edge.writer, c.edge.reader, c.delay_us, job.expected, job.reason)
+            for job in wanted
+            for c in [job.control]
+        ]
 
 
 def test_the_founding_control_is_the_one_of_the_docs() -> None:

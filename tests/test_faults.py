@@ -160,25 +160,9 @@ def test_the_reason_of_an_unpromised_control_is_the_open_question() -> None:
     assert reason("F07", "step between: wait, fence, trigger (twin)", "q_norm").startswith("R8:")
 
 
-def native(*reads: str) -> Op:
-    contract = KernelContract(reads, ("o",))
-    return Op("native", contract, lambda **_: None, contract, waits=frozenset(Wait))
-
-
-def residual_chain() -> Chain:
-    """A -> B -> R, and R reads both A's x and B's y."""
-    chain = Chain("residual")
-    hidden = chain.input("h", (4,), "float32")
-    x, y, z = (chain.buffer(name, (4,), "float32") for name in "xyz")
-    chain.step("A", native("a"), a=hidden, o=x)
-    chain.step("B", native("a"), a=x, o=y)
-    chain.step("R", native("a", "b"), a=x, b=y, o=z)
-    return chain
-
-
-def test_a_twin_that_breaks_another_edge_is_not_must_be_clean() -> None:
+def test_a_twin_that_breaks_another_edge_is_not_must_be_clean(residual_chain: Chain) -> None:
     """F07 takes R's wait away for A's x; but R's wait also orders B's y."""
-    chain = residual_chain()
+    chain = residual_chain
     found = expectations(chain, plan_controls(chain, ("F07",), (10.0,)))
     twins = [(c, e) for c, e in found if "wait" in c.variant]  # M: wait, (fence,) trigger
     assert {(c.edge.writer, c.edge.reader, e.expected) for c, e in twins} == {("A", "R", "unpromised")}
@@ -186,8 +170,8 @@ def test_a_twin_that_breaks_another_edge_is_not_must_be_clean() -> None:
     assert reasons == {"not attributable: another race is possible, stale read: R reads y before B writes it"}
 
 
-def test_what_must_be_caught_is_its_readers_own_doing_and_covers_a_residual() -> None:
-    chain = residual_chain()
+def test_what_must_be_caught_is_its_readers_own_doing_and_covers_a_residual(residual_chain: Chain) -> None:
+    chain = residual_chain
     controls = expectations(chain, plan_controls(chain, None, (10.0,)))
     caught = [(c, e) for c, e in controls if e.expected == "caught"]
     assert {(c.edge.writer, c.edge.reader) for c, _ in caught} == {

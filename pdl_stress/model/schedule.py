@@ -26,7 +26,6 @@ class Anomaly:
     buffer: str
     held: str
     """``poison``, ``an earlier generation``, ``a later generation`` or ``mixed``."""
-    expected_writer: int
     at: int
     """Place in the schedule."""
 
@@ -154,7 +153,7 @@ def _check_read(
     if wrong:
         cell, version = next(iter(sorted(wrong.items())))
         held = "mixed" if len(wrong) < len(expected) or len(set(wrong.values())) > 1 else _held(version, expected[cell])
-        anomalies.append(Anomaly(event.step, event.kind, cell[0], held, expected[cell], at))
+        anomalies.append(Anomaly(event.step, event.kind, cell[0], held, at))
 
 
 def _check_final(structure: Structure, memory: dict[Cell, int], at: int, anomalies: list[Anomaly]) -> None:
@@ -167,7 +166,7 @@ def _check_final(structure: Structure, memory: dict[Cell, int], at: int, anomali
     for cell, event in final.items():
         if memory[cell] != event.position:
             held = _held(memory[cell], event.position)
-            anomalies.append(Anomaly(event.step, Kind.WRITE, cell[0], held, event.position, at))
+            anomalies.append(Anomaly(event.step, Kind.WRITE, cell[0], held, at))
 
 
 def _held(version: int, expected: int) -> str:

@@ -1,0 +1,24 @@
+"""Chains that several test modules look at."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdl_stress import Chain, KernelContract, Op, Wait
+
+
+def _native(*reads: str) -> Op:
+    contract = KernelContract(reads, ("o",))
+    return Op("native", contract, lambda **_: None, contract, waits=frozenset(Wait))
+
+
+@pytest.fixture
+def residual_chain() -> Chain:
+    """A -> B -> R, and R reads both A's x and B's y."""
+    chain = Chain("residual")
+    hidden = chain.input("h", (4,), "float32")
+    x, y, z = (chain.buffer(name, (4,), "float32") for name in "xyz")
+    chain.step("A", _native("a"), a=hidden, o=x)
+    chain.step("B", _native("a"), a=x, o=y)
+    chain.step("R", _native("a", "b"), a=x, b=y, o=z)
+    return chain
