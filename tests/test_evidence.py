@@ -72,8 +72,9 @@ def test_the_founding_control_is_the_one_of_the_docs() -> None:
             assert control.kills == 0, "an early trigger alone is no bug"
         elif "after_stores" in variant or "none" in variant:
             assert control.kills == 0, "the blind spot of plain stress"
-        elif delay > 0:
-            assert control.kills == 20_000
+        else:
+            seen = delay > 0 or "before_stores" not in variant  # a whole matrix product is a window too
+            assert control.kills == (20_000 if seen else 0)
 
 
 def test_one_planted_run_for_each_shipped_fault() -> None:
