@@ -9,7 +9,8 @@ Start with :class:`Chain`, :func:`op` (the contract of a kernel) and :func:`stre
 
 from ._version import __version__
 from .api import Verdict, stress
-from .chain import Buffer, Chain, DataEdge, Step
+from .buffers import Buffer
+from .chain import Chain, DataEdge, Patch, Step
 from .contract import KernelContract, Trigger, Wait
 from .errors import DeviceError, PdlStressError, UnsupportedVariant, UsageError
 from .op import Op, op
@@ -23,6 +24,7 @@ __all__ = [
     "KernelContract",
     "Op",
     "Outcome",
+    "Patch",
     "PdlStressError",
     "Step",
     "Trigger",

@@ -11,12 +11,15 @@ from .chain import Chain
 from .collect import control_result, power_window, take, take_error
 from .faults import MUST_CATCH_US, Control, expectations, plan_controls, plant
 from .jobs import ArmJob, Job
-from .plan import Plan, clean_jobs, control_jobs
+from .plan import Plan, clean_jobs, control_jobs, exposure_jobs, uncontrolled
 from .results import CaseResult, ControlResult, DataEdgeResult
 from .verdict import judge_hardware, judge_model
 
 MOST_FAILURES = 2
 """Controls of a case that may hang or fault before the rest of them is given up."""
+
+
+PHASES = ("arms", "controls", "profiled")
 
 
 class Executes(Protocol):
@@ -147,7 +150,8 @@ def _model_control(chain: Chain, control: Control, expectation: model.Expectatio
 def run_on_gpu(
     chains: Iterable[Chain], plan: Plan, executor: Executes, progress: Progress = _silent, keep: Keep = _forget
 ) -> list[CaseResult]:
-    """Runs all clean arms of all chains, then all controls: a broken kernel must not come before a clean arm.
+    """Runs all clean arms of all chains, then all controls: a broken kernel must not come before a clean arm. What
+    needs a profiler comes last: nothing may be graded after it.
 
     A job that fails is an error of its case; the other cases go on. On an interrupt, what was counted so far is judged
     and kept, and the interrupt goes on.
@@ -162,19 +166,31 @@ def run_on_gpu(
             case.blockers = blockers
             case.verdict, case.reasons = judge_hardware(case)
         return cases
-    work = []
-    for case, chain in zip(cases, chains, strict=True):
-        clean, controls = clean_jobs(chain, plan), control_jobs(chain, plan)
-        case.planned = (sum(isinstance(job, ArmJob) for job in clean), len(controls))
-        work.append((case, clean, controls))
-    total = sum(len(clean) + len(controls) for _, clean, controls in work)
-    done = 0
-    for phase in ("arms", "controls"):
-        for case, clean, controls in work:
-            started = time.monotonic()
-            jobs = clean if phase == "arms" else controls
+    watched = {chain.name: exposure_jobs(chain, plan) for chain in chains}
+    profiled = {name: [job for job in jobs if getattr(job, "profiled", False)] for name, jobs in watched.items()}
 
-            def tell(text: str, index: int, start: int = done) -> None:
+    def jobs_of(phase: str, case: CaseResult, chain: Chain) -> list[Job]:
+        if phase == "arms":
+            return clean_jobs(chain, plan) + ([] if profiled[chain.name] else watched[chain.name])
+        return control_jobs(chain, plan, case.nodes or None) if phase == "controls" else profiled[chain.name]
+
+    counts = {}
+    for case, chain in zip(cases, chains, strict=True):
+        arms, possible = jobs_of("arms", case, chain), len(control_jobs(chain, plan))
+        case.planned = (sum(isinstance(job, ArmJob) for job in arms), possible)
+        counts.update({("arms", chain.name): len(arms), ("controls", chain.name): possible})
+        counts["profiled", chain.name] = len(profiled[chain.name])
+    done = 0
+    for phase in PHASES:
+        for case, chain in zip(cases, chains, strict=True):
+            started, jobs = time.monotonic(), jobs_of(phase, case, chain)
+            if phase == "controls":  # now it is known which are possible
+                case.uncontrolled = uncontrolled(chain, case.nodes) if case.nodes else {}
+                case.planned = (case.planned[0], len(jobs))
+            counts[phase, chain.name] = len(jobs)
+            total = sum(counts.values())
+
+            def tell(text: str, index: int, start: int = done, total: int = total) -> None:
                 progress(text, start + index, total)
 
             try:
@@ -185,6 +201,7 @@ def run_on_gpu(
                 case.window_us = power_window(case.controls)
                 case.verdict, case.reasons = judge_hardware(case)
                 keep(cases)
+    total = sum(counts.values())
     progress("done", total, total)
     return cases
 

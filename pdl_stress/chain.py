@@ -1,4 +1,4 @@
-"""Chain, Step, Buffer: what runs, in what order, on which memory.
+"""Chain and Step: what runs, in what order, on which buffers.
 
 A chain is a list of steps on one stream. It is a description: building one touches neither torch's GPU side nor a
 driver, so the model can judge it anywhere. ``chain.input`` makes a buffer that a *source* step writes: a small kernel
@@ -12,125 +12,37 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from hashlib import sha256
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
+from .buffers import DTYPES, Buffer, Role, View, box_within, covered
 from .contract import KernelContract, Trigger, Wait
-from .errors import UsageError
+from .errors import UnsupportedVariant, UsageError
 from .op import Op
-
-Box = tuple[tuple[int, int], ...]
-"""Half-open index ranges, one per dimension."""
 
 PRODUCER = "producer"
 """Name of the source step that writes the chain's inputs."""
-
-DTYPES = (
-    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
-    *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"),
-)
-"""Names of torch dtypes that a buffer may have. Graded ones need a poison: see ``cuda/memory.py``."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\Z")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
-class Role(StrEnum):
-    """Who gives a buffer its content."""
-
-    INPUT = "input"
-    """New in every replay, written by the chain's producer."""
-    CONSTANT = "constant"
-    """Weights and the like: written before the chain runs."""
-    INTERMEDIATE = "intermediate"
-    """Written by a step. Never read by a later one: an output. Either way it is graded."""
-
-
-@dataclass(frozen=True, eq=False)
-class Buffer:
-    """One allocation of a chain.
+@dataclass(frozen=True)
+class Patch:
+    """A change of a step's machine code, for kernels that cannot be rebuilt: their cubin is found, its waits are
+    removed, and the result takes the kernel's place in the captured graph.
 
     Args:
-        name, shape, dtype: dtype is the torch name, such as ``"bfloat16"``.
-        make: constants only: ``make(generator, device) -> Tensor`` of this shape and dtype, called once per weight set;
-            or a tensor to use as it is (then there is one set only).
+        remove: indices of the wait sites to remove; ``None``: all of them; empty: the cubin is only loaded again.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    role: Role
-    make: Any = None
-
-    def __getitem__(self, index: slice | int | tuple[slice | int, ...]) -> View:
-        """A part of the buffer: unit-step slices, such as ``qkv[:, :1280]``."""
-        items = index if isinstance(index, tuple) else (index,)
-        if len(items) > len(self.shape):
-            raise UsageError(f"buffer {self.name!r}: {len(items)} indices for {len(self.shape)} dimensions.")
-        box: list[tuple[int, int]] = []
-        for item, size in zip((*items, *[slice(None)] * (len(self.shape) - len(items))), self.shape, strict=True):
-            if not isinstance(item, slice) or item.step not in (None, 1):
-                raise UsageError(f"buffer {self.name!r}: index {item!r}; expected slices with step 1.")
-            start, stop, _ = item.indices(size)
-            if start >= stop:
-                raise UsageError(f"buffer {self.name!r}: the slice {item!r} of a dimension of {size} is empty.")
-            box.append((start, stop))
-        return View(self, tuple(box))
-
-    @property
-    def whole(self) -> View:
-        return View(self, tuple((0, size) for size in self.shape))
-
-
-@dataclass(frozen=True, eq=False)
-class View:
-    """A rectangular part of a buffer."""
-
-    buffer: Buffer
-    box: Box
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.box)
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(start, stop) for start, stop in self.box)
-
-    def overlaps(self, other: View) -> bool:
-        """True if both views share memory."""
-        return self.buffer is other.buffer and boxes_overlap(self.box, other.box)
+    remove: tuple[int, ...] | None
 
     def __str__(self) -> str:
-        if self.shape == self.buffer.shape:
-            return self.buffer.name
-        parts = (
-            ":" if (start, stop) == (0, size) else f"{start}:{stop}"
-            for (start, stop), size in zip(self.box, self.buffer.shape, strict=True)
-        )
-        return f"{self.buffer.name}[{', '.join(parts)}]"
-
-
-def boxes_overlap(a: Box, b: Box) -> bool:
-    """True if the boxes share an element."""
-    return all(s1 < e2 and s2 < e1 for (s1, e1), (s2, e2) in zip(a, b, strict=True))
-
-
-def covered(box: Box, by: list[Box]) -> bool:
-    """True if every element of ``box`` lies in one of the boxes ``by``."""
-    borders = [
-        sorted({s, e} | {edge for other in by for edge in other[dim] if s < edge < e}) for dim, (s, e) in enumerate(box)
-    ]
-    return all(
-        any(box_within(piece, other) for other in by) for piece in product(*(list(pairwise(b)) for b in borders))
-    )
-
-
-def box_within(inner: Box, outer: Box) -> bool:
-    """True if every element of ``inner`` lies in ``outer``."""
-    return all(s2 <= s1 and e1 <= e2 for (s1, e1), (s2, e2) in zip(inner, outer, strict=True))
+        if self.remove is None:
+            return "all waits removed"
+        return f"wait {', '.join(map(str, self.remove))} removed" if self.remove else "loaded again"
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +55,8 @@ class Step:
         pdl: whether it is launched with the PDL attribute.
         delay_us: microseconds that its storing threads pass between trigger and stores; ``None``: no delay point
             compiled in (as deployed).
-        source: True for a step that writes true data which the harness holds (producer, late weights).
+        source: True for a step that writes true data which the harness holds (producer, late weights, stand-ins).
+        patch: how its machine code is changed in the captured graph, if at all.
     """
 
     name: str
@@ -153,6 +66,7 @@ class Step:
     pdl: bool = True
     delay_us: float | None = None
     source: bool = False
+    patch: Patch | None = None
 
     @property
     def contract(self) -> KernelContract:
@@ -163,6 +77,41 @@ class Step:
 
     def writes(self) -> Iterator[tuple[str, View]]:
         return ((name, self.operands[name]) for name in self.contract.writes)
+
+    def varied(self, fields: Mapping[str, Any]) -> Step:
+        """The same step with another PDL behaviour.
+
+        A kernel that can be rebuilt is rebuilt. Another one keeps its binary, and two things can be done about it: as a
+        *writer* it gets a stand-in, an early-release producer that writes the true data of the step's outputs (for a
+        changed trigger, fence or delay); as a *reader* its waits can be removed from its machine code (for the wait
+        ``never``, or ``patch``).
+
+        Args:
+            fields: ``delay_us``, ``patch``, and fields of the contract.
+
+        Raises:
+            UnsupportedVariant: neither way leads there.
+        """
+        wanted = dict(fields)
+        delay_us, patch = wanted.pop("delay_us", self.delay_us), wanted.pop("patch", None)
+        if self.op.rebuildable:
+            if patch is not None:
+                raise UnsupportedVariant(f"{self.op.name} is rebuilt, not patched.")
+            return replace(self, op=self.op.rebuilt(**wanted), delay_us=delay_us)
+        if patch is None and not wanted and delay_us == self.delay_us:
+            return self
+        if patch is None and delay_us == self.delay_us and wanted == {"wait": Wait.NEVER}:
+            patch, wanted = Patch(None), {}
+        if patch is not None and not wanted and delay_us == self.delay_us:
+            contract = self.contract.but(wait=Wait.NEVER) if patch.remove is None else self.contract
+            return replace(self, op=replace(self.op, contract=contract), patch=patch)
+        if patch is None and set(wanted) <= {"trigger", "fence"} and self.contract.writes:
+            stand_in = replace(source_step(self.name, dict(self.writes())), pdl=self.pdl)
+            return stand_in.varied({**wanted, "delay_us": delay_us})
+        raise UnsupportedVariant(
+            f"{self.op.name} cannot be rebuilt (wanted: {dict(fields)}). Of such a kernel only the waits can be "
+            "removed, and only its trigger and its stores can be moved, by a stand-in that writes its outputs."
+        )
 
     @property
     def ctas(self) -> int:
@@ -397,8 +346,8 @@ class Chain:
         """The same chain over the same buffers with some steps changed.
 
         Args:
-            changes: per step name: fields of its contract (``wait``, ``trigger``, ``fence``, ``independent``) and
-                ``delay_us``.
+            changes: per step name: fields of its contract (``wait``, ``trigger``, ``fence``, ``independent``),
+                ``delay_us`` and ``patch``; see :meth:`Step.varied`.
             insert: ``(before, step)``: one more step, before the one named.
 
         Raises:
@@ -412,10 +361,22 @@ class Chain:
         for step in self.steps:
             if insert and insert[0] == step.name:
                 other._steps.append(insert[1])
-            fields = dict(changes.get(step.name, {}))
-            delay_us = fields.pop("delay_us", step.delay_us)
-            other._steps.append(replace(step, op=step.op.rebuilt(**fields), delay_us=delay_us))
+            other._steps.append(step.varied(changes.get(step.name, {})))
+            if other._steps[-1].source and not step.source:
+                self._check_stand_in(step)
         return other
+
+    def _check_stand_in(self, step: Step) -> None:
+        """A stand-in writes what its step's outputs hold at the end of the chain; if a later step changes them, that is
+        not what the step wrote."""
+        later = self.steps[[s.name for s in self.steps].index(step.name) + 1 :]
+        for after in later:
+            for _, changed in after.writes():
+                if any(changed.overlaps(view) for _, view in step.writes()):
+                    raise UnsupportedVariant(
+                        f"{step.op.name} cannot be rebuilt, and no stand-in can take the place of {step.name!r}: "
+                        f"{after.name!r} changes {changed} behind it, so what {step.name!r} writes is not kept."
+                    )
 
     def modelled(self) -> Chain:
         """The same chain with every op rebuildable: the model varies contracts, and needs no kernels that follow."""

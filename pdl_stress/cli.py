@@ -24,6 +24,7 @@ from rich.table import Table
 from . import __version__, catalog, model
 from .api import check_machine, choose_machine
 from .campaign import Progress, run_on_gpu, run_on_model
+from .catalog.ops import NATIVE, OP_SETS, op_set, refusal
 from .chain import Chain
 from .errors import DeviceError, PdlStressError, UsageError
 from .faults import ALL_DELAYS_US, DELAYS_US, FAULTS, check_controls, plant
@@ -33,8 +34,6 @@ from .record import Record, result_folder
 from .report import founding_table, load_json, print_cases
 from .report.table import caveats, coloured
 from .results import RunResult
-
-OPS = ("auto", "native")
 
 app = typer.Typer(
     name="pdl-stress",
@@ -120,7 +119,14 @@ def run(
     machine: Annotated[
         str, typer.Option(help="auto (the model only if there is no NVIDIA device), model, or cuda.")
     ] = "auto",
-    ops: Annotated[str, typer.Option(help=f"Kernels to run: {', '.join(OPS)}.")] = "auto",
+    ops: Annotated[
+        str,
+        typer.Option(
+            metavar="SPEC",
+            help=f"Kernels of the shipped chains: auto (native), {', '.join(OP_SETS)}, or a mix such as "
+            "rmsnorm=native,tinygemm2=flashinfer.",
+        ),
+    ] = "auto",
     replays: Annotated[int, typer.Option(help="Graded replays of each clean arm.")] = REPLAYS,
     seed: Annotated[int, typer.Option(help="Seed of inputs, weights and schedules.")] = 0,
     rules: Annotated[
@@ -146,9 +152,11 @@ def run(
     details: Annotated[bool, typer.Option("--details", help="Print every arm, edge and control.")] = False,
 ) -> None:
     """Check chains: on a GPU by stress with controls, elsewhere by the model from their contracts."""
-    names = chains or list(catalog.names())
-    if ops not in OPS:
-        raise UsageError(f"unknown ops {ops!r}; expected one of {', '.join(OPS)}.")
+    load, own_ops = catalog.Loader(ops), op_set(ops) == NATIVE
+    # A chain of another package brings its own ops. Where others are asked for it is left out, or refused if named.
+    names = list(dict.fromkeys(chains or [])) or [
+        name for name in catalog.names() if own_ops or name in catalog.SHIPPED
+    ]
     plan = Plan(
         replays=replays,
         control_replays=control_replays,
@@ -159,7 +167,7 @@ def run(
         planted=planted,
         time_limit=time_limit,
     )
-    built = [catalog.load(name) for name in dict.fromkeys(names)]
+    built = [load(name) for name in dict.fromkeys(names)]
     check_controls(built, plan.faults)
     if planted:
         candidates = [chain.modelled() for chain in built] if machine == "model" else built
@@ -168,7 +176,7 @@ def run(
     record = Record(result_folder(out, force), shlex.join(["pdl-stress", *sys.argv[1:]]))
     try:
         with _interruptible(), _progress() as progress:
-            _run(built, plan, machine, record, progress)
+            _run(built, plan, machine, load, record, progress)
     except DeviceError as error:
         record.fail(str(error))
     except KeyboardInterrupt:
@@ -181,7 +189,9 @@ def run(
     raise typer.Exit(record.result.verdict.exit_code)
 
 
-def _run(chains: list[Chain], plan: Plan, machine: str, record: Record, progress: Progress) -> None:
+def _run(
+    chains: list[Chain], plan: Plan, machine: str, load: catalog.Loader, record: Record, progress: Progress
+) -> None:
     from .cuda.device import environment
 
     record.result.environment = environment(machine="cuda" if machine == "cuda" else None)
@@ -190,9 +200,12 @@ def _run(chains: list[Chain], plan: Plan, machine: str, record: Record, progress
     if chosen == "model":
         record.keep(run_on_model(chains, plan, progress, record.keep))
         return
+    # On the model no kernel runs, so no library is needed. What shows only on import is left to the worker.
+    if problem := refusal(load.ops):
+        raise DeviceError(f"nothing ran: {problem}. `pdl-stress doctor` shows what is there.")
     from .cuda.worker import Worker
 
-    with Worker(catalog.load, seed=plan.seed, time_limit=plan.time_limit) as worker:
+    with Worker(load, seed=plan.seed, time_limit=plan.time_limit) as worker:
         record.keep(run_on_gpu(chains, plan, worker, progress, record.keep))
 
 
@@ -304,7 +317,7 @@ def list_() -> None:
     for fault in FAULTS.values():
         table.add_row(escape(fault.id), escape(fault.title))
     console.print(table)
-    console.print(f"ops: {', '.join(OPS)}\nrule sets: {', '.join(model.RULE_SETS)}")
+    console.print(f"ops: {', '.join(OP_SETS)}, or a mix by op\nrule sets: {', '.join(model.RULE_SETS)}")
 
 
 @app.command()

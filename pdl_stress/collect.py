@@ -7,7 +7,17 @@ from typing import Any
 from . import model
 from .errors import DeviceError, PdlStressError
 from .faults import Control
-from .jobs import ArmAnswer, ArmJob, ControlAnswer, ControlJob, ExposureAnswer, ExposureJob, Job
+from .jobs import (
+    ArmAnswer,
+    ArmJob,
+    CensusAnswer,
+    CensusJob,
+    ControlAnswer,
+    ControlJob,
+    ExposureAnswer,
+    ExposureJob,
+    Job,
+)
 from .results import ArmResult, CaseResult, ControlResult, EdgeResult
 from .statistics import reproducibility
 
@@ -20,7 +30,10 @@ def take(case: CaseResult, job: Job, answer: Any) -> None:
     Raises:
         DeviceError: it is no answer to this job.
     """
-    if isinstance(job, ArmJob) and isinstance(answer, ArmAnswer):
+    if isinstance(job, CensusJob) and isinstance(answer, CensusAnswer):
+        case.nodes = answer.nodes
+        case.kernels = list(dict.fromkeys(node.name for node in answer.nodes if node.kind == "kernel"))
+    elif isinstance(job, ArmJob) and isinstance(answer, ArmAnswer):
         arm = answer.arm
         _same((arm.name, arm.step, arm.delay_us), (job.name, job.step, job.delay_us))
         _take_arm(case, job, answer)
@@ -69,6 +82,8 @@ def _take_arm(case: CaseResult, job: ArmJob, answer: ArmAnswer) -> None:
 
 
 def _take_exposure(case: CaseResult, arm: str, answer: ExposureAnswer) -> None:
+    if not case.exposure or not answer.overlap:  # what went wrong once is not forgotten
+        case.exposure = answer.method
     for edge in case.edges:
         share = answer.overlap.get((edge.source, edge.target))
         if share is not None:

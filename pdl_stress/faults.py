@@ -8,11 +8,12 @@ decides it from the rules (:func:`pdl_stress.model.expect`), before anything run
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import model
-from .chain import Chain, DataEdge, Role, source_step
+from .buffers import Role
+from .chain import Chain, DataEdge, Patch, source_step
 from .contract import Trigger, Wait
 from .errors import UnsupportedVariant, UsageError
 
@@ -30,6 +31,11 @@ counted for the power curve, but promise nothing."""
 
 LATE_WEIGHT = "late_weight"
 LATE_ROWS = 16
+
+RELOADED = "loaded again, waits kept (twin)"
+"""Variant of the control that takes a kernel's own machine code out of its library, loads it again and puts it into
+the graph unchanged: must be clean, or the code with its waits removed proves nothing (a second module has fresh
+globals)."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +59,10 @@ class Control:
         return f"{self.fault} {self.variant} @ {self.edge.writer}->{self.edge.reader}, {self.delay_us:g} us"
 
     @property
-    def broken(self) -> bool:
-        """True if the reader's contract was touched: what a repaired twin would undo."""
-        return "wait" in self.changes.get(self.edge.reader, {}) or bool(self.late_rows)
+    def patch(self) -> Patch | None:
+        """The explicit change of the reader's machine code, if there is one."""
+        patch: Patch | None = self.changes.get(self.edge.reader, {}).get("patch")
+        return patch
 
     def apply(self, chain: Chain) -> Chain:
         """The chain with the fault in it.
@@ -66,13 +73,22 @@ class Control:
         if not self.late_rows:
             return chain.varied(self.changes)
         rows = chain.buffers[self.edge.buffer][: self.late_rows]
-        late = replace(source_step(LATE_WEIGHT, {"rows": rows}), delay_us=self.delay_us)
+        late = source_step(LATE_WEIGHT, {"rows": rows}).varied(
+            {**self.changes.get(LATE_WEIGHT, {}), "delay_us": self.delay_us}
+        )
         changes = {name: fields for name, fields in self.changes.items() if name != LATE_WEIGHT}
         return chain.varied(changes, insert=(self.edge.reader, late))
 
     def expectation(self, chain: Chain) -> model.Expectation:
         """What the control must show on ``chain`` (unchanged), from the rules; see :data:`MUST_CATCH_US`."""
-        return self._in_its_window(model.expect(self.apply(chain), self.edge))
+        return self._in_its_window(self._by_the_rules(chain))
+
+    def _by_the_rules(self, chain: Chain) -> model.Expectation:
+        if self.patch is not None and self.patch.remove:  # the model knows contracts, not single waits
+            return model.Expectation(
+                "unpromised", "one wait of several was removed; the others may still order the read"
+            )
+        return model.expect(self.apply(chain), self.edge)
 
     def _in_its_window(self, expectation: model.Expectation) -> model.Expectation:
         if expectation.expected == "caught" and self.delay_us < MUST_CATCH_US:
@@ -125,6 +141,23 @@ def _founding(chain: Chain, edge: DataEdge, delay_us: float) -> Iterator[Control
             yield Control("F00", variant, edge, delay_us, changes)
 
 
+def _never_waits(chain: Chain, edge: DataEdge, delay_us: float) -> Iterator[Control]:
+    """F02: the reader never waits. If that is done to its machine code, the code itself must be sane: see
+    :data:`RELOADED`."""
+    yield from _waits(Wait.NEVER, "F02:never waits", between=False)(chain, edge, delay_us)
+    changes = perturbation(edge, delay_us)
+    changes[edge.reader] = {**changes.get(edge.reader, {}), "patch": Patch(())}
+    yield Control("F02", RELOADED, edge, delay_us, changes)
+
+
+def one_wait_removed(edge: DataEdge, delay_us: float, site: int) -> Control:
+    """F02 at one of several wait sites of a kernel that cannot be rebuilt. How many there are is known from its machine
+    code only, so these are planned after the census."""
+    changes = perturbation(edge, delay_us)
+    changes[edge.reader] = {"patch": Patch((site,))}
+    return Control("F02", f"wait {site} removed", edge, delay_us, changes)
+
+
 def _partial_wait(chain: Chain, edge: DataEdge, delay_us: float) -> Iterator[Control]:
     yield from _waits(Wait.ONE_WARP, "F04:one warp waits")(chain, edge, delay_us)
     yield from _waits(Wait.BARRIER, "F04:one warp waits, barrier behind it (twin)")(chain, edge, delay_us)
@@ -147,6 +180,8 @@ def _two_kernels_old(chain: Chain, edge: DataEdge, delay_us: float) -> Iterator[
 def _late_weights(chain: Chain, edge: DataEdge, delay_us: float) -> Iterator[Control]:
     """F28: rows of an operand declared independent are written by the kernel directly before."""
     yield Control("F28", "independent operand written late", edge, delay_us, {}, LATE_ROWS)
+    early = {LATE_WEIGHT: {"trigger": Trigger.AFTER_STORES, "fence": True}}
+    yield Control("F28", "written, fence, trigger (twin)", edge, delay_us, early, LATE_ROWS)
     step = chain[edge.reader]
     kept = tuple(name for name in step.contract.independent if name != edge.operand)
     changes = {edge.reader: {"independent": kept}}
@@ -158,7 +193,7 @@ FAULTS: dict[str, Fault] = {
     for fault in (
         Fault("F00", "early or late trigger x the consumer waits or not", _founding),
         Fault("F01", "reads before the wait", _waits(Wait.LATE, "F01:reads, then waits")),
-        Fault("F02", "has the attribute, never waits", _waits(Wait.NEVER, "F02:never waits", between=False)),
+        Fault("F02", "has the attribute, never waits", _never_waits),
         Fault("F04", "only some warps wait, no barrier behind them", _partial_wait),
         Fault("F05", "waits on some paths only", _waits(Wait.BRANCH, "F05:wait under a condition that is false")),
         Fault("F07", "skips its wait because the data is two kernels old", _two_kernels_old),
@@ -194,7 +229,7 @@ def plan_controls(chain: Chain, ids: tuple[str, ...] | None, delays_us: tuple[fl
     controls = []
     for fault in select_faults(ids):
         for edge in attacked_edges(chain, fault):
-            if not _is_wanted(ids, fault, edge):
+            if not is_wanted(ids, fault.id, edge):
                 continue
             for delay_us in delays_us:
                 for control in fault.plan(chain, edge, delay_us):
@@ -212,7 +247,7 @@ def expectations(chain: Chain, controls: list[Control]) -> list[tuple[Control, m
     for control in controls:
         key = (control.fault, control.variant, control.edge)
         if key not in known:
-            known[key] = model.expect(control.apply(chain), control.edge)
+            known[key] = control._by_the_rules(chain)
     return [(c, c._in_its_window(known[c.fault, c.variant, c.edge])) for c in controls]
 
 
@@ -237,8 +272,9 @@ def check_controls(chains: Iterable[Chain], ids: tuple[str, ...] | None) -> None
             raise UsageError(f"control {text!r}: no chain of this run has a step {step!r}; there are {steps}.")
 
 
-def _is_wanted(ids: tuple[str, ...] | None, fault: Fault, edge: DataEdge) -> bool:
-    return ids is None or fault.id in ids or f"{fault.id}@{edge.reader}" in ids
+def is_wanted(ids: tuple[str, ...] | None, fault: str, edge: DataEdge) -> bool:
+    """True if the choice ``ids`` names this fault everywhere, or at the step that reads ``edge``."""
+    return ids is None or fault in ids or f"{fault}@{edge.reader}" in ids
 
 
 def plant(chain: Chain, text: str, delay_us: float = MUST_CATCH_US) -> Control:

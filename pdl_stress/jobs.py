@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .chain import Chain
+from .chain import Chain, Step
+from .errors import UnsupportedVariant
 from .faults import Control, perturbation
-from .results import ArmResult, ControlResult, EdgeResult
+from .results import ArmResult, ControlResult, EdgeResult, NodeResult
 
 Changes = Mapping[str, Mapping[str, Any]]
 
@@ -19,10 +20,11 @@ class ArmJob:
 
     Args:
         chain, fingerprint: its name, and what it must look like where the job runs.
-        name: as deployed, delayed, serialized, back to back.
+        name: as deployed, delayed, early release, serialized, back to back, beside a kernel that ...
         changes: the perturbation (see :meth:`pdl_stress.chain.Chain.varied`).
         step, delay_us: the delayed step, for reports.
         rotated: rotate weight sets, so that weights come from memory if they are large enough.
+        neighbour: one of :data:`NEIGHBOURS`: a kernel that runs beside the chain, on a parallel branch of the graph.
         planted: a fault that the user asked to plant; then the arm is expected to fail.
     """
 
@@ -36,6 +38,7 @@ class ArmJob:
     rotated: bool = False
     serialized: bool = False
     back_to_back: bool = False
+    neighbour: str = ""
     planted: Control | None = None
 
     def variant(self, chain: Chain) -> Chain:
@@ -56,14 +59,37 @@ class ArmAnswer:
 
 
 @dataclass(frozen=True)
+class CensusJob:
+    """Capture the chain as deployed and say what its graph consists of."""
+
+    chain: str
+    fingerprint: str
+
+    def describe(self) -> str:
+        return "census of the graph"
+
+
+@dataclass
+class CensusAnswer:
+    """The nodes of one replay, in stream order."""
+
+    nodes: list[NodeResult]
+
+
+@dataclass(frozen=True)
 class ExposureJob:
-    """Stamp some replays of an arm: which edges overlapped, which data edges were exposed."""
+    """Watch some replays of an arm: which edges overlapped, which data edges were exposed.
+
+    ``profiled``: by the profiler, since not all kernels of the chain have time stamps. Such jobs need a process of
+    their own, in which nothing is graded: a profiler changes the timing of everything after it.
+    """
 
     chain: str
     fingerprint: str
     name: str
     changes: Changes = field(default_factory=dict)
     back_to_back: bool = False
+    profiled: bool = False
 
     def describe(self) -> str:
         return f"exposure, {self.name}"
@@ -71,10 +97,11 @@ class ExposureJob:
 
 @dataclass
 class ExposureAnswer:
-    """Shares per (source, target) and per (writer, reader, buffer); empty if an op of the chain has no stamps."""
+    """Shares per (source, target) and per (writer, reader, buffer), and how they were measured."""
 
-    overlap: dict[tuple[str, str], float] = field(default_factory=dict)
-    exposed: dict[tuple[str, str, str], float] = field(default_factory=dict)
+    overlap: dict[tuple[str, str], float]
+    exposed: dict[tuple[str, str, str], float]
+    method: str
 
 
 @dataclass(frozen=True)
@@ -100,23 +127,52 @@ class ControlAnswer:
     sass: dict[str, str] = field(default_factory=dict)
 
 
-Job = ArmJob | ExposureJob | ControlJob
+Job = CensusJob | ArmJob | ExposureJob | ControlJob
 
 
-def delayed_changes(chain: Chain, step: str, delay_us: float) -> dict[str, dict[str, Any]]:
-    """The perturbation that exposes every data edge of writer ``step`` at once."""
-    changes: dict[str, dict[str, Any]] = {step: {"trigger": "entry", "delay_us": delay_us}}
+HOLDS, STREAMS = "holds SMs", "streams memory"
+NEIGHBOURS = (HOLDS, STREAMS)
+"""What a kernel beside the chain can do: keep half of the SMs from it, or keep the memory and the L2 busy."""
+
+
+def delayed_variants(chain: Chain, step: Step, delay_us: float) -> list[tuple[str, Changes]]:
+    """The perturbations that expose every data edge of writer ``step``, each with the name of its arm.
+
+    One is enough if the steps between the writer and its readers can be told to trigger early. A stand-in for such a
+    step would, however, not read what the writer wrote. So a reader behind steps that only a stand-in can hurry gets an
+    arm of its own.
+    """
+    name = "delayed" if step.op.rebuildable else "early release"
+    everywhere: dict[str, dict[str, Any]] = {step.name: {"trigger": "entry", "delay_us": delay_us}}
+    apart: dict[str, Changes] = {}
     for edge in chain.data_edges:
-        if edge.writer == step:
-            for name, fields in perturbation(edge, delay_us).items():
-                if chain[name].op.rebuildable:  # another one keeps its trigger, and the edge may stay unexposed
-                    changes.setdefault(name, dict(fields))
-    return changes
+        if edge.writer != step.name:
+            continue
+        changes = perturbation(edge, delay_us)
+        if all(chain[between].op.rebuildable for between in edge.between):
+            for between, fields in changes.items():
+                everywhere.setdefault(between, dict(fields))
+        else:
+            apart[f"{name}, read by {edge.reader}"] = changes
+    # Where every reader has an arm of its own, the common one would show nothing.
+    alone = apart and all(f"{name}, read by {e.reader}" in apart for e in chain.data_edges if e.writer == step.name)
+    found = [*([] if alone else [(name, everywhere)]), *apart.items()]
+    return [(label, changes) for label, changes in found if _is_possible(chain, changes)]
+
+
+def _is_possible(chain: Chain, changes: Changes) -> bool:
+    """False if some step can neither be rebuilt nor replaced; then its data edges stay unexposed, and cost the PASS."""
+    try:
+        chain.varied(changes)
+    except UnsupportedVariant:
+        return False
+    return True
 
 
 def plan_arms(chain: Chain, replays: int, delays_us: tuple[float, ...]) -> list[ArmJob]:
-    """The clean arms of a chain: as deployed (one weight set, and several in turn), serialized, back to back, and each
-    step delayed in turn by every delay above zero. The last step is delayed back to back as well: only then does the
+    """The clean arms of a chain: as deployed (one weight set, and several in turn; beside each neighbour), serialized,
+    back to back, and each step delayed in turn by every delay above zero; a step whose kernel cannot be delayed gives
+    way to an early-release producer of its outputs. The last step is delayed back to back as well: only then does the
     next replay start while this one still runs."""
     base = (chain.name, chain.fingerprint)
     jobs = [
@@ -124,14 +180,21 @@ def plan_arms(chain: Chain, replays: int, delays_us: tuple[float, ...]) -> list[
         ArmJob(*base, "as deployed, weights rotated", replays, rotated=True),
         ArmJob(*base, "serialized", replays, serialized=True),
         ArmJob(*base, "back to back", replays, back_to_back=True),
+        *(ArmJob(*base, f"beside a kernel that {name}", replays, neighbour=name) for name in NEIGHBOURS),
     ]
-    last = chain.steps[-1]
     for step in chain.steps:
         for delay in delays_us:
-            if delay > 0 and step.op.rebuildable:
-                changes = delayed_changes(chain, step.name, delay)
-                jobs.append(ArmJob(*base, "delayed", replays, changes, step.name, delay))
-                if step is last:
-                    name = "back to back, delayed"
-                    jobs.append(ArmJob(*base, name, replays, changes, step.name, delay, back_to_back=True))
+            if delay > 0:
+                for name, changes, back_to_back in delayed_arms(chain, step, delay):
+                    jobs.append(ArmJob(*base, name, replays, changes, step.name, delay, back_to_back=back_to_back))
     return jobs
+
+
+def delayed_arms(chain: Chain, step: Step, delay_us: float) -> list[tuple[str, Changes, bool]]:
+    """``(name, changes, back to back)`` of the arms in which ``step`` is late."""
+    variants = delayed_variants(chain, step, delay_us)
+    arms = [(name, changes, False) for name, changes in variants]
+    if step.name == chain.steps[-1].name and variants:
+        name, changes = variants[0]
+        arms.append((f"back to back, {name}", changes, True))
+    return arms

@@ -51,6 +51,11 @@ class Op:
         kernels: names of the kernels that a launch runs, for reports.
         verify: ``verify(contract, arch, delayed)`` checks that the machine code of this behaviour, with or without the
             delay point, holds what the contract says; returns one line of evidence, raises if it does not.
+        returns: written operands that ``run`` returns as new tensors (one, or a tuple in this order) instead of taking
+            them. In a captured graph the kernel's pointer to such a tensor is replaced by one to the chain's buffer.
+        code: gives objects that hold the machine code of its kernels, where no library that the process has loaded
+            does: bytes of a cubin, a path, a ``cuda.core`` ObjectCode, a compiled Triton kernel. Called once, after the
+            op has run.
     """
 
     name: str
@@ -61,6 +66,8 @@ class Op:
     ctas: Callable[[Shapes], int] = field(default=lambda shapes: 2)
     kernels: tuple[str, ...] = ()
     verify: Callable[[KernelContract, str, bool], str] | None = None
+    returns: tuple[str, ...] = ()
+    code: Callable[[], Iterable[Any]] | None = None
 
     @property
     def rebuildable(self) -> bool:
@@ -98,23 +105,28 @@ def op(
     fence: bool = False,
     name: str | None = None,
     kernels: Iterable[str] = (),
+    returns: Iterable[str] = (),
+    code: Callable[[], Iterable[Any]] | None = None,
 ) -> Callable[[Run], Op]:
     """Declares the contract of a callable that launches kernels; see the module's example.
 
-    Args as in :class:`~pdl_stress.contract.KernelContract`. The callable is called with its operands by name and
-    ``pdl`` (bool).
+    Args as in :class:`~pdl_stress.contract.KernelContract` and :class:`Op`. The callable is called with its operands by
+    name (but those it ``returns``) and ``pdl`` (bool).
     """
     contract = KernelContract(_listed(reads), _listed(writes), _listed(independent), wait, trigger, fence)
+    returned = _listed(returns)
+    if unknown := [operand for operand in returned if operand not in contract.writes or operand in contract.reads]:
+        raise UsageError(f"op: it returns {unknown}; expected operands that it writes and does not read.")
 
     def declare(run: Run) -> Op:
         label = name or str(getattr(run, "__name__", "op"))
-        _check_signature(label, run, contract)
-        return Op(label, contract, run, contract, kernels=tuple(kernels) or (label,))
+        _check_signature(label, run, tuple(o for o in contract.operands if o not in returned))
+        return Op(label, contract, run, contract, kernels=tuple(kernels) or (label,), returns=returned, code=code)
 
     return declare
 
 
-def _check_signature(label: str, run: Run, contract: KernelContract) -> None:
+def _check_signature(label: str, run: Run, operands: tuple[str, ...]) -> None:
     """A callable that does not take the operands by name could never be launched: say so here, not on a GPU."""
     if not callable(run):
         raise UsageError(f"op {label!r}: {run!r} cannot be called.")
@@ -123,7 +135,7 @@ def _check_signature(label: str, run: Run, contract: KernelContract) -> None:
     except (TypeError, ValueError):  # some built-in callables have none
         return
     refused = []
-    for operand in (*contract.operands, "pdl"):
+    for operand in (*operands, "pdl"):
         try:
             signature.bind_partial(**{operand: None})
         except TypeError:

@@ -10,8 +10,18 @@ from typing import Any
 from . import model
 from .chain import Chain
 from .errors import UsageError
-from .faults import DELAYS_US, expectations, plan_controls, plant, select_faults
-from .jobs import ArmJob, ControlJob, ExposureJob, Job, delayed_changes, plan_arms
+from .faults import (
+    DELAYS_US,
+    Control,
+    expectations,
+    is_wanted,
+    one_wait_removed,
+    plan_controls,
+    plant,
+    select_faults,
+)
+from .jobs import ArmJob, CensusJob, ControlJob, ExposureJob, Job, delayed_arms, plan_arms
+from .results import NodeResult
 
 REPLAYS = 20_000
 """Graded replays of a clean arm: an upper bound of 1.5e-4 on the mismatch probability."""
@@ -100,7 +110,7 @@ def _listed(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def clean_jobs(chain: Chain, plan: Plan) -> list[Job]:
-    """The clean arms of a chain and their exposure; of a planted chain, the arms that show the fault."""
+    """The census and the clean arms of a chain; of a planted chain, the arms that show the fault."""
     mark = chain.fingerprint
     if plan.planted:
         planted = plant(chain, plan.planted)
@@ -108,23 +118,71 @@ def clean_jobs(chain: Chain, plan: Plan) -> list[Job]:
             ArmJob(chain.name, mark, f"planted {planted.name}", plan.replays, planted=planted),
             ArmJob(chain.name, mark, "planted, serialized", plan.replays, planted=planted, serialized=True),
         ]
-    jobs: list[Job] = [*plan_arms(chain, plan.replays, plan.delays_us), ExposureJob(chain.name, mark, "as deployed")]
+    return [CensusJob(chain.name, mark), *plan_arms(chain, plan.replays, plan.delays_us)]
+
+
+def exposure_jobs(chain: Chain, plan: Plan) -> list[Job]:
+    """Jobs that show which edges overlapped and which data edges were exposed. If every kernel can be stamped they need
+    no profiler."""
+    if plan.planted:
+        return []
+    mark, profiled = chain.fingerprint, not all(step.op.rebuildable for step in chain.steps)
+    jobs: list[Job] = [ExposureJob(chain.name, mark, "as deployed", profiled=profiled)]
     for step in chain.steps:
-        if step.op.rebuildable:
-            changes = delayed_changes(chain, step.name, EXPOSING_DELAY_US)
-            last = step is chain.steps[-1]
-            name = "back to back, delayed" if last else "delayed"
+        arms = delayed_arms(chain, step, EXPOSING_DELAY_US)
+        # Of the last step, which nothing reads, only what comes behind it in the next replay is of interest.
+        for name, changes, back_to_back in arms if step.name != chain.steps[-1].name else arms[-1:]:
             label = f"{name} ({step.name}, {EXPOSING_DELAY_US:g} us)"
-            jobs.append(ExposureJob(chain.name, mark, label, changes, back_to_back=last))
+            jobs.append(ExposureJob(chain.name, mark, label, changes, back_to_back=back_to_back, profiled=profiled))
     return jobs
 
 
-def control_jobs(chain: Chain, plan: Plan) -> list[Job]:
-    """The controls of a chain, each with what the model expects of it."""
+def uncontrolled(chain: Chain, nodes: list[NodeResult]) -> dict[str, str]:
+    """The steps that read another's output, cannot be rebuilt, and whose waits cannot be removed from their machine
+    code either, with the reason."""
+    found = {}
+    for step in chain.steps:
+        if step.op.rebuildable or not any(edge.reader == step.name for edge in chain.data_edges):
+            continue
+        kernels = [node for node in nodes if node.step == step.name and node.kind == "kernel"]
+        missing = next((node for node in kernels if node.waits is None), None)
+        if missing is not None:  # its waits would stay
+            found[step.name] = f"no machine code of {missing.name}: {missing.code}"
+        elif any(node.waits for node in kernels):
+            continue
+        elif kernels:
+            found[step.name] = f"the machine code of {kernels[0].name} ({kernels[0].code}) holds no wait"
+        else:
+            found[step.name] = "it launches no kernel"
+    return found
+
+
+def control_jobs(chain: Chain, plan: Plan, nodes: list[NodeResult] | None = None) -> list[Job]:
+    """The controls of a chain, each with what the model expects of it.
+
+    Args:
+        nodes: census of the chain's graph: which kernels' waits can be removed, and how many waits they have. ``None``:
+            not known yet; then every control that may turn out to be possible.
+    """
     if plan.planted:
         return []
-    controls = expectations(chain, plan_controls(chain, plan.faults, plan.delays_us))
+    planned = plan_controls(chain, plan.faults, plan.delays_us)
+    if nodes is not None:
+        without = set(uncontrolled(chain, nodes))
+        planned = [c for c in planned if not any(s.patch and s.name in without for s in c.apply(chain).steps)]
+        planned += _single_waits(chain, plan, nodes)
+    controls = expectations(chain, planned)
     return [
         ControlJob(chain.name, chain.fingerprint, control, expected.expected, expected.reason, plan.control_replays)
         for control, expected in controls
     ]
+
+
+def _single_waits(chain: Chain, plan: Plan, nodes: list[NodeResult]) -> list[Control]:
+    """Controls with one wait removed, of kernels that have several and cannot be rebuilt."""
+    found = []
+    for edge in chain.data_edges:
+        count = sum(node.waits or 0 for node in nodes if node.step == edge.reader)
+        if count > 1 and not chain[edge.reader].op.rebuildable and is_wanted(plan.faults, "F02", edge):
+            found += [one_wait_removed(edge, delay, site) for site in range(count) for delay in plan.delays_us]
+    return found

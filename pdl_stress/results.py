@@ -105,6 +105,36 @@ class EdgeResult:
 
 
 @dataclass
+class NodeResult:
+    """One node of a captured graph, as the census found it.
+
+    Args:
+        step: the step of the chain that it belongs to; empty for a graph that is no chain.
+        kind: ``kernel``, ``memset``, ``memcpy``, ``host``, ``child graph``, ...
+        name: kernels: the demangled name; ``symbol`` is the mangled one.
+        grid, block: CTAs and threads; ``shared_bytes``: dynamic shared memory.
+        attributes: further properties of the launch, such as ``cluster 2x1x1`` or ``cooperative``.
+        incoming: kinds of its incoming edges, ``programmatic`` or ``full``. That is what a capture makes of the PDL
+            attribute (R9); the node itself does not carry it.
+        waits, triggers: PDL instructions in its machine code; ``None``: no machine code was found.
+        code: where the machine code was found, or why not.
+    """
+
+    kind: str
+    name: str = ""
+    symbol: str = ""
+    step: str = ""
+    grid: list[int] = field(default_factory=list)
+    block: list[int] = field(default_factory=list)
+    shared_bytes: int = 0
+    attributes: list[str] = field(default_factory=list)
+    incoming: list[str] = field(default_factory=list)
+    waits: int | None = None
+    triggers: int | None = None
+    code: str = ""
+
+
+@dataclass
 class DataEdgeResult:
     """A data edge, and the arms in which the reader was seen to run before the writer's last store."""
 
@@ -130,6 +160,10 @@ class CaseResult:
     """The power of the run: from this window between trigger and stores on, every kind of broken twin was caught often
     enough to be caught again with 95 % probability. What a PASS is worth. ``None``: no window was that telling."""
     pool: int | None = None
+    nodes: list[NodeResult] = field(default_factory=list)
+    """Census of the graph as deployed: the nodes of one replay."""
+    uncontrolled: dict[str, str] = field(default_factory=dict)
+    """Steps whose waits cannot be taken away, with the reason: no control of theirs is possible."""
     edges: list[EdgeResult] = field(default_factory=list)
     data_edges: list[DataEdgeResult] = field(default_factory=list)
     controls: list[ControlResult] = field(default_factory=list)
@@ -138,6 +172,8 @@ class CaseResult:
     rules: str = "documented"
     faults: list[str] | None = None
     """The controls that were asked for; ``None``: all."""
+    exposure: str = ""
+    """How overlap and exposure were measured, or why they could not be."""
     reuses: list[str] = field(default_factory=list)
     """Buffers that a later step writes again: no control covers those orders yet, so no PASS is possible."""
     planned: tuple[int, int] = (0, 0)

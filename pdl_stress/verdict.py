@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .faults import RELOADED
 from .outcome import Outcome, worst
 from .results import CaseResult
 
@@ -25,6 +26,9 @@ def judge_hardware(case: CaseResult) -> tuple[Outcome, list[str]]:
         return worst([outcome for outcome, _ in found]), [text for _, text in found]
     found += _unanswered(case)
     found += [(Outcome.INCONCLUSIVE, f"{text}: no control covers that order yet") for text in case.reuses]
+    found += [
+        (Outcome.INCONCLUSIVE, f"no control of {step} is possible: {why}") for step, why in case.uncontrolled.items()
+    ]
     found += _judge_arms(case)
     found += _judge_controls(case)
     found += _judge_edges(case)
@@ -83,6 +87,11 @@ def _judge_controls(case: CaseResult) -> list[tuple[Outcome, str]]:
                     f"control {name} must be caught and was not: {control.kills} kills of {control.replays}{cause}",
                 )
             )
+        elif control.expected == "clean" and control.kills and control.variant == RELOADED:
+            text = (
+                f"{control.kills} of {control.replays} replays differ: its machine code cannot be exchanged like that"
+            )
+            found.append((Outcome.INCONCLUSIVE, f"control {name} must be clean, and {text}"))
         elif control.expected == "clean" and control.kills:
             found.append(
                 (Outcome.FAIL, f"control {name} must be clean, and {control.kills} of {control.replays} replays differ")
@@ -137,10 +146,11 @@ def _judge_edges(case: CaseResult) -> list[tuple[Outcome, str]]:
         found += [
             (Outcome.INCONCLUSIVE, f"graph edge {e.source}->{e.target} overlapped in no arm")
             for e in case.edges
-            if e.overlap is not None and not e.overlapped_in
+            if not e.overlapped_in
         ]
+        how = case.exposure or "not measured"
         found += [
-            (Outcome.INCONCLUSIVE, f"data edge {e.writer}->{e.reader} through {e.buffer} was never exposed")
+            (Outcome.INCONCLUSIVE, f"data edge {e.writer}->{e.reader} through {e.buffer} was never exposed ({how})")
             for e in case.data_edges
             if not e.exposed_by
         ]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 
-from pdl_stress import Chain, KernelContract, Op, Wait
+from pdl_stress import Chain, KernelContract, Op, Wait, catalog
 
 
 def _native(*reads: str) -> Op:
@@ -22,3 +25,19 @@ def residual_chain() -> Chain:
     chain.step("B", _native("a"), a=x, o=y)
     chain.step("R", _native("a", "b"), a=x, b=y, o=z)
     return chain
+
+
+@pytest.fixture
+def library() -> Callable[..., Chain]:
+    """``library(name)``: a shipped chain whose kernels (or only those of the steps ``only``) cannot be rebuilt."""
+
+    def build(name: str, only: tuple[str, ...] | None = None) -> Chain:
+        native = catalog.load(name)
+        chain = Chain(native.name, native.title)
+        chain.buffers = native.buffers
+        for step in native.steps:
+            fixed = not step.source and (only is None or step.name in only)
+            chain._steps.append(replace(step, op=replace(step.op, waits=frozenset())) if fixed else step)
+        return chain
+
+    return build

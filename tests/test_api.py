@@ -220,7 +220,7 @@ def test_a_child_that_builds_another_chain_than_was_judged_is_an_error(
     monkeypatch.setattr("pdl_stress.cuda.device.verdict_blockers", list)
     verdict = stress(build)
     assert verdict.outcome is Outcome.ERROR
-    assert verdict.case.reasons[0].startswith("arm as deployed: the chain 'elsewhere' that was built")
+    assert verdict.case.reasons[0].startswith("census of the graph: the chain 'elsewhere' that was built")
     assert "is not the one that was judged" in verdict.case.reasons[0]
     assert verdict.case.replays == 0
     del sys.modules["builds_another"]

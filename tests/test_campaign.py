@@ -24,26 +24,30 @@ from pdl_stress import (
     catalog,
 )
 from pdl_stress.campaign import MOST_FAILURES, new_case, run_on_gpu, run_on_model
+from pdl_stress.chain import Patch, Step
 from pdl_stress.collect import power_window
-from pdl_stress.faults import ALL_DELAYS_US, DELAYS_US, plan_controls
+from pdl_stress.faults import ALL_DELAYS_US, DELAYS_US, RELOADED, plan_controls
 from pdl_stress.jobs import (
     ArmAnswer,
     ArmJob,
+    CensusAnswer,
+    CensusJob,
     ControlAnswer,
     ControlJob,
     ExposureAnswer,
     ExposureJob,
     Job,
-    delayed_changes,
+    delayed_variants,
     plan_arms,
 )
 from pdl_stress.model import DOCUMENTED, OBSERVED_SM90
-from pdl_stress.plan import CONTROL_REPLAYS, Plan, clean_jobs
-from pdl_stress.results import ArmResult, CaseResult, ControlResult, EdgeResult
+from pdl_stress.plan import CONTROL_REPLAYS, Plan, clean_jobs, control_jobs, exposure_jobs
+from pdl_stress.results import ArmResult, CaseResult, ControlResult, EdgeResult, NodeResult
 from pdl_stress.statistics import upper_bound
 
 VERDICTS = {"caught": "caught", "clean": "clean", "unpromised": "not seen"}
 REPLAYS = 2000
+Library = Callable[..., Chain]
 
 
 @pytest.fixture(autouse=True)
@@ -52,12 +56,18 @@ def no_blockers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdl_stress.cuda.device.verdict_blockers", list)
 
 
+def kernel_of(step: Step) -> str:
+    return (step.op.kernels or (step.op.name,))[0]
+
+
 class Fake:
     """A healthy GPU. ``twist`` gets every job with its answer and may change it, replace it or raise."""
 
-    def __init__(self, *chains: Chain, twist: Callable[[Job, Any], Any] = lambda job, answer: answer) -> None:
+    def __init__(
+        self, *chains: Chain, twist: Callable[[Job, Any], Any] = lambda job, answer: answer, waits: int | None = 1
+    ) -> None:
         self.chains = {chain.name: chain for chain in chains}
-        self.twist = twist
+        self.twist, self.waits = twist, waits
         self.jobs: list[Job] = []
 
     def execute(self, job: Job) -> Any:
@@ -66,6 +76,10 @@ class Fake:
 
     def _answer(self, job: Job) -> Any:
         chain = self.chains[job.chain]
+        if isinstance(job, CensusJob):
+            return CensusAnswer(
+                [NodeResult("kernel", kernel_of(s), step=s.name, waits=self.waits, code="lib.so") for s in chain.steps]
+            )
         if isinstance(job, ArmJob):
             variant = job.variant(chain)
             pairs = list(variant.edges)
@@ -84,15 +98,17 @@ class Fake:
             return ExposureAnswer(
                 dict.fromkeys(pairs, 0.75),
                 {(e.writer, e.reader, e.buffer): 1.0 for e in variant.data_edges if e.writer in delayed},
+                "profiler" if job.profiled else "time stamps",
             )
-        job.control.apply(chain)
+        step = job.control.apply(chain)[job.control.edge.reader]
+        evidence = str(step.patch) if step.patch else "no ACQBULK"
         edge, kills = job.control.edge, job.replays if job.expected == "caught" else 0
         result = ControlResult(
             job.control.fault, job.control.variant, edge.reader, edge.writer, edge.reader, edge.buffer,
             job.control.delay_us, job.expected, job.reason, job.replays, kills, True if kills else None,
             VERDICTS[job.expected],
         )  # fmt: skip
-        return ControlAnswer(result, {f"{edge.reader}, {job.control.fault}": "no ACQBULK"})
+        return ControlAnswer(result, {f"{edge.reader}, {job.control.fault}": evidence})
 
 
 def only(kind: type, **fields: Any) -> Callable[[Job], bool]:
@@ -119,18 +135,20 @@ def run(*names: str, twist: Callable[[Job, Any], Any] = lambda job, answer: answ
 
 @pytest.mark.parametrize("name", catalog.SHIPPED)
 @pytest.mark.parametrize("delays", [DELAYS_US, ALL_DELAYS_US])
-def test_the_arms_are_four_plain_ones_and_every_step_delayed_by_every_window(
+def test_the_arms_are_six_plain_ones_and_every_step_delayed_by_every_window(
     name: str, delays: tuple[float, ...]
 ) -> None:
     chain = catalog.load(name)
     jobs = plan_arms(chain, 500, delays)
-    assert [(j.name, j.rotated, j.serialized, j.back_to_back) for j in jobs[:4]] == [
-        ("as deployed", False, False, False),
-        ("as deployed, weights rotated", True, False, False),
-        ("serialized", False, True, False),
-        ("back to back", False, False, True),
+    assert [(j.name, j.rotated, j.serialized, j.back_to_back, j.neighbour) for j in jobs[:6]] == [
+        ("as deployed", False, False, False, ""),
+        ("as deployed, weights rotated", True, False, False, ""),
+        ("serialized", False, True, False, ""),
+        ("back to back", False, False, True, ""),
+        ("beside a kernel that holds SMs", False, False, False, "holds SMs"),
+        ("beside a kernel that streams memory", False, False, False, "streams memory"),
     ]
-    assert all(not j.changes and j.step is None for j in jobs[:4])
+    assert all(not j.changes and j.step is None for j in jobs[:6])
     last = chain.steps[-1].name
     wanted = []
     for step in chain.steps:
@@ -138,10 +156,11 @@ def test_the_arms_are_four_plain_ones_and_every_step_delayed_by_every_window(
             if delay > 0:
                 wanted.append(("delayed", step.name, delay, False))
                 wanted += [("back to back, delayed", last, delay, True)] if step.name == last else []
-    assert [(j.name, j.step, j.delay_us, j.back_to_back) for j in jobs[4:]] == wanted
+    assert [(j.name, j.step, j.delay_us, j.back_to_back) for j in jobs[6:]] == wanted
+    assert not any(j.neighbour or j.serialized or j.rotated for j in jobs[6:])
     assert all(j.replays == 500 and j.planted is None for j in jobs)
     assert all((j.chain, j.fingerprint) == (name, chain.fingerprint) for j in jobs)
-    for job in jobs[4:]:
+    for job in jobs[6:]:
         variant = job.variant(chain)
         assert {s.name: s.delay_us for s in variant.steps if s.delay_us is not None} == {job.step: job.delay_us}
         assert job.step is not None
@@ -150,7 +169,8 @@ def test_the_arms_are_four_plain_ones_and_every_step_delayed_by_every_window(
 
 def test_a_delayed_arm_opens_the_way_to_every_reader_of_the_step() -> None:
     chain = catalog.load("csa2-separate-m1")
-    changes = delayed_changes(chain, "input_norm", 2.0)
+    ((name, changes),) = delayed_variants(chain, chain["input_norm"], 2.0)
+    assert name == "delayed"
     assert changes == {
         "input_norm": {"trigger": "entry", "delay_us": 2.0},
         "q_projection": {"trigger": Trigger.ENTRY},  # stands before kv_projection, which reads x as well
@@ -158,12 +178,48 @@ def test_a_delayed_arm_opens_the_way_to_every_reader_of_the_step() -> None:
     assert all(s.contract.wait == chain[s.name].contract.wait for s in chain.varied(changes).steps)
 
 
-def test_no_clean_arm_is_disordered() -> None:
-    """A perturbation changes timing and nothing else."""
+def test_a_reader_behind_a_stand_in_gets_an_arm_of_its_own(library: Library) -> None:
+    """A stand-in for a step between does not read what the writer wrote: that edge would go untested."""
+    chain = library("csa2-separate-m1")
+    late = {"trigger": "entry", "delay_us": 2.0}
+    assert delayed_variants(chain, chain["input_norm"], 2.0) == [
+        ("early release", {"input_norm": late}),
+        ("early release, read by kv_projection", {"input_norm": late, "q_projection": {"trigger": Trigger.ENTRY}}),
+    ]
+    assert delayed_variants(chain, chain["q_norm"], 2.0) == [("early release", {"q_norm": late})], "nothing reads it"
+    only_behind = {"q_projection": late, "kv_projection": {"trigger": Trigger.ENTRY}}
+    assert delayed_variants(chain, chain["q_projection"], 2.0) == [("early release, read by q_norm", only_behind)]
+    for only, names in (
+        (("input_norm", "kv_projection"), ["early release"]),
+        (("q_projection",), ["delayed", "delayed, read by kv_projection"]),
+    ):
+        mixed = library("csa2-separate-m1", only=only)
+        assert [name for name, _ in delayed_variants(mixed, mixed["input_norm"], 2.0)] == names
+
+
+@pytest.mark.parametrize("name", catalog.SHIPPED)
+def test_the_late_arms_of_a_step_have_each_of_its_data_edges_whole(name: str, library: Library) -> None:
+    native = catalog.load(name)
+    for chain in (native, library(name), *(library(name, only=(step.name,)) for step in native.steps[1:])):
+        for step in chain.steps:
+            edges = {(e.reader, e.buffer) for e in chain.data_edges if e.writer == step.name}
+            variants = [chain.varied(changes) for _, changes in delayed_variants(chain, step, 2.0)]
+            opened = {
+                (e.reader, e.buffer)
+                for variant in variants
+                for e in variant.data_edges
+                if e.writer == step.name
+                and all(variant[between].contract.trigger is Trigger.ENTRY for between in e.between)
+            }
+            assert opened == edges
+
+
+@pytest.mark.parametrize("name", catalog.SHIPPED)
+def test_no_clean_arm_is_disordered(name: str, library: Library) -> None:
+    """A perturbation changes timing and nothing else; nor does a stand-in."""
     from pdl_stress.model import find_races
 
-    for name in catalog.SHIPPED:
-        chain = catalog.load(name)
+    for chain in (catalog.load(name), library(name)):
         for job in plan_arms(chain, 1, (10.0,)):
             assert find_races(job.variant(chain), DOCUMENTED, replays=2) == []
 
@@ -181,17 +237,46 @@ def mixed_chain() -> Chain:
     return chain
 
 
-def test_a_step_that_cannot_be_rebuilt_is_left_as_it_is() -> None:
+def test_a_step_that_cannot_be_rebuilt_gives_way_to_a_stand_in_where_it_must_be_late_or_let_by() -> None:
     chain = mixed_chain()
     jobs = plan_arms(chain, 1, (2.0,))
-    assert [job.step for job in jobs[4:]] == ["producer", "first", "last", "last"]
+    assert [(job.name, job.step, job.variant(chain)["middle"].delay_us) for job in jobs[6:]] == [
+        ("delayed", "producer", None),
+        ("delayed", "first", None),
+        ("delayed, read by last", "first", None),
+        ("early release", "middle", 2.0),
+        ("delayed", "last", None),
+        ("back to back, delayed", "last", None),
+    ]
     for job in jobs:
-        assert job.variant(chain)["middle"].op is chain["middle"].op
-    cases = run_on_gpu([chain], Plan(REPLAYS), Fake(chain))
-    assert cases[0].errors == []
-    assert cases[0].verdict is Outcome.INCONCLUSIVE
-    need = "(it takes a window of 10 us or more)"
-    assert f"no control was caught on first->middle through x {need}" in cases[0].reasons
+        middle = job.variant(chain)["middle"]
+        assert middle.source is (job.step == "middle" or job.name.endswith("read by last"))
+        assert middle.source or middle.op is chain["middle"].op
+    (case,) = run_on_gpu([chain], Plan(REPLAYS), Fake(chain))
+    assert (case.verdict, case.reasons) == (Outcome.PASS, [])
+
+
+@pytest.mark.parametrize("name", catalog.SHIPPED)
+def test_arms_of_library_kernels_release_early_what_they_cannot_delay(name: str, library: Library) -> None:
+    chain = library(name)
+    jobs, native = plan_arms(chain, 7, DELAYS_US), plan_arms(catalog.load(name), 7, DELAYS_US)
+    assert jobs[:6] == native[:6]
+
+    def shape(job: ArmJob) -> tuple[Any, ...]:
+        return job.name.replace("early release", "delayed"), job.step, job.delay_us, job.back_to_back
+
+    common = [shape(j) for j in jobs if "read by" not in j.name]
+    assert common == [shape(j) for j in native if shape(j) in common]
+    assert {(j.step, j.delay_us, j.back_to_back) for j in jobs} == {
+        (j.step, j.delay_us, j.back_to_back) for j in native
+    }
+    for job in jobs:
+        variant = job.variant(chain)
+        assert not any(step.patch for step in variant.steps), "a clean arm runs no changed machine code"
+        assert ("early release" in job.name) is (job.step not in (None, "producer"))
+        if job.step:
+            assert (variant[job.step].source, variant[job.step].delay_us) == (True, job.delay_us)
+            assert variant[job.step].contract.trigger is Trigger.ENTRY
 
 
 def test_a_healthy_gpu_passes_every_shipped_chain() -> None:
@@ -223,6 +308,38 @@ def test_controls_are_told_what_the_model_expects_of_them() -> None:
     assert CONTROL_REPLAYS >= 256
 
 
+def phase(job: Job) -> int:
+    if isinstance(job, ControlJob):
+        return 1
+    return 2 if isinstance(job, ExposureJob) and job.profiled else 0
+
+
+def test_what_profiles_comes_last_and_nothing_is_graded_after_it(library: Library) -> None:
+    """A library's chain before a native one: its profiler must wait for the other's controls too."""
+    chains = [library("csa2-fused-m1"), catalog.load("csa2-separate-m1")]
+    fake = Fake(*chains)
+    cases = run_on_gpu(chains, Plan(REPLAYS), fake)
+    assert [case.verdict for case in cases] == [Outcome.PASS] * 2
+    phases = [phase(job) for job in fake.jobs]
+    assert phases == sorted(phases)
+    assert set(phases) == {0, 1, 2}
+    profiled = [job for job in fake.jobs if phase(job) == 2]
+    assert {job.chain for job in profiled} == {"csa2-fused-m1"}
+    stamped = [job for job in fake.jobs if isinstance(job, ExposureJob) and not job.profiled]
+    assert {job.chain for job in stamped} == {"csa2-separate-m1"}
+    assert [case.exposure for case in cases] == ["profiler", "time stamps"]
+    assert profiled == exposure_jobs(chains[0], Plan(REPLAYS))
+
+
+def test_each_case_begins_with_its_census(library: Library) -> None:
+    chains = [library("csa2-fused-m1"), catalog.load("csa2-separate-m1")]
+    fake = Fake(*chains)
+    run_on_gpu(chains, Plan(REPLAYS), fake)
+    for chain in chains:
+        mine = [job for job in fake.jobs if job.chain == chain.name]
+        assert [isinstance(job, CensusJob) for job in mine] == [True, *[False] * (len(mine) - 1)]
+
+
 def test_no_broken_kernel_runs_before_the_last_clean_arm() -> None:
     _, fake = run("csa2-fused-m1", "csa2-separate-m4")
     kinds = [isinstance(job, ControlJob) for job in fake.jobs]
@@ -245,10 +362,37 @@ def test_progress_counts_every_job_and_ends_full() -> None:
     run_on_gpu([chain], Plan(REPLAYS), fake, lambda text, done, total: seen.append((text, done, total)))
     assert [done for _, done, _ in seen] == list(range(len(fake.jobs) + 1))
     assert {total for _, _, total in seen} == {len(fake.jobs)}
-    assert seen[0][0] == "csa2-fused-m1: arm as deployed"
+    assert seen[0][0] == "csa2-fused-m1: census of the graph"
+    assert seen[1][0] == "csa2-fused-m1: arm as deployed"
     assert "csa2-fused-m1: arm delayed (projection, 2 us)" in {text for text, _, _ in seen}
     assert "csa2-fused-m1: exposure, as deployed" in {text for text, _, _ in seen}
     assert any(text.startswith("csa2-fused-m1: control F02 never waits @") for text, _, _ in seen)
+
+
+@pytest.mark.parametrize("waits", [None, 0, 1, 3])
+def test_progress_ends_full_although_the_census_changes_what_is_planned(waits: int | None, library: Library) -> None:
+    chains = [library("csa2-fused-m1"), catalog.load("csa2-separate-m1"), library("csa2-separate-m4")]
+    fake = Fake(*chains, waits=waits)
+    seen: list[tuple[str, int, int]] = []
+    cases = run_on_gpu(
+        chains, Plan(REPLAYS, faults=("F02",)), fake, lambda text, done, total: seen.append((text, done, total))
+    )
+    assert seen[-1] == ("done", len(fake.jobs), len(fake.jobs))
+    assert [done for _, done, _ in seen] == list(range(len(fake.jobs) + 1)), "each job counts once"
+    assert all(done < total for _, done, total in seen[:-1]), "never full before the end"
+    assert {total for text, _, total in seen if "exposure" in text and "early" in text} == {len(fake.jobs)}
+    for case in cases:
+        assert case.planned == (len(case.arms), len(case.controls))
+        assert not any("planned" in reason for reason in case.reasons)
+
+
+def test_progress_ends_full_although_a_case_was_given_up() -> None:
+    seen: list[tuple[str, int, int]] = []
+    chain = catalog.load("csa2-fused-m1")
+    fake = Fake(chain, twist=fails(only(ArmJob, step="q_norm"), DeviceError("it hung")))
+    run_on_gpu([chain], Plan(REPLAYS), fake, lambda text, done, total: seen.append((text, done, total)))
+    text, done, total = seen[-1]
+    assert (text, done) == ("done", total)
 
 
 # --- what becomes of answers ---------------------------------------------------------------------------------------
@@ -346,6 +490,53 @@ def test_a_bad_answer_costs_the_pass(twist: Callable[[Job, Any], Any], outcome: 
 # --- failures ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("what", ["native", "library"])
+@pytest.mark.parametrize("error", [DeviceError("no such node"), RuntimeError("no such node")])
+def test_a_failing_census_is_an_error_and_nothing_else_runs_for_its_case(
+    what: str, error: Exception, library: Library
+) -> None:
+    """Without it nobody knows what the graph holds; and what breaks the simplest capture breaks every other."""
+    chains = [library("csa2-fused-m1") if what == "library" else catalog.load("csa2-fused-m1")]
+    chains.append(library("csa2-separate-m1"))
+    fake = Fake(*chains, twist=fails(only(CensusJob, chain="csa2-fused-m1"), error))
+    broken, whole = run_on_gpu(chains, Plan(REPLAYS), fake)
+    assert broken.verdict is Outcome.ERROR
+    assert broken.errors[0].startswith("census of the graph: ")
+    assert broken.errors[0].endswith("no such node")
+    assert [type(job) for job in fake.jobs if job.chain == "csa2-fused-m1"] == [CensusJob]
+    assert (broken.arms, broken.controls, broken.nodes, broken.uncontrolled) == ([], [], [], {})
+    skipped = [text for text in broken.errors if "jobs not run after that, from " in text]
+    assert len(skipped) == (3 if what == "library" else 2), "arms, controls, and what profiles"
+    assert (whole.verdict, whole.reasons) == (Outcome.PASS, [])
+
+
+def test_a_census_that_answers_with_nothing_of_the_kind_is_an_error() -> None:
+    (case,), fake = run(twist=lambda job, answer: None if isinstance(job, CensusJob) else answer)
+    assert case.verdict is Outcome.ERROR
+    assert case.errors[0] == "census of the graph: NoneType is no answer to CensusJob."
+    assert len(fake.jobs) == 1
+
+
+def test_an_interrupted_census_leaves_an_error(library: Library) -> None:
+    chains = [library("csa2-fused-m1"), catalog.load("csa2-separate-m1")]
+    kept: list[list[CaseResult]] = []
+
+    def twist(job: Job, answer: Any) -> Any:
+        if isinstance(job, CensusJob):
+            raise KeyboardInterrupt
+        return answer
+
+    fake = Fake(*chains, twist=twist)
+    with pytest.raises(KeyboardInterrupt):
+        run_on_gpu(chains, Plan(REPLAYS), fake, keep=lambda c: kept.append(copy.deepcopy(c)))
+    ((first, second),) = kept
+    assert first.verdict is Outcome.ERROR
+    assert first.nodes == []
+    assert first.reasons[0] == f"0 of {len(plan_arms(chains[0], REPLAYS, DELAYS_US))} planned arms have a result"
+    assert (second.verdict, second.arms) == (Outcome.INCONCLUSIVE, [])
+    assert len(fake.jobs) == 1
+
+
 @pytest.mark.parametrize(
     "which",
     [
@@ -407,6 +598,7 @@ def test_a_case_with_a_failed_arm_is_given_up_and_says_what_did_not_run() -> Non
     assert which(ran[-1]), "neither a later arm nor a control"
     arms = len(clean_jobs(catalog.load("csa2-fused-m1"), Plan(REPLAYS)))
     controls = len(plan_controls(catalog.load("csa2-fused-m1"), None, DELAYS_US))
+    arms += len(exposure_jobs(catalog.load("csa2-fused-m1"), Plan(REPLAYS)))
     assert broken.errors[1] == f"{arms - len(ran)} jobs not run after that, from «arm delayed (q_norm, 10 us)» on"
     assert broken.errors[2].startswith(f"{controls} jobs not run after that, from «control F00 ")
     assert whole.verdict is Outcome.PASS
@@ -445,7 +637,7 @@ def test_what_has_finished_is_kept_after_each_phase_of_each_case() -> None:
     chains = [catalog.load("csa2-fused-m1"), catalog.load("csa2-separate-m1")]
     kept: list[list[CaseResult]] = []
     cases = run_on_gpu(chains, Plan(REPLAYS), Fake(*chains), keep=lambda found: kept.append(copy.deepcopy(found)))
-    assert len(kept) == 4
+    assert len(kept) == 6
     assert all([case.chain for case in cases_] == [chain.name for chain in chains] for cases_ in kept)
     assert kept[-1] == cases
     assert kept[0][0].arms == cases[0].arms
@@ -455,6 +647,15 @@ def test_what_has_finished_is_kept_after_each_phase_of_each_case() -> None:
     assert kept[0][1].verdict is Outcome.INCONCLUSIVE, "half a run must not read as a pass"
     assert kept[2][0].verdict is Outcome.PASS
     assert kept[2][1].verdict is Outcome.ERROR
+
+
+def test_a_library_case_passes_only_once_its_exposure_was_measured(library: Library) -> None:
+    chain = library("csa2-fused-m1")
+    kept: list[list[CaseResult]] = []
+    run_on_gpu([chain], Plan(REPLAYS), Fake(chain), keep=lambda found: kept.append(copy.deepcopy(found)))
+    arms, controls, profiled = (found[0] for found in kept)
+    assert (arms.verdict, controls.verdict, profiled.verdict) == (Outcome.ERROR, Outcome.INCONCLUSIVE, Outcome.PASS)
+    assert all("overlapped in no arm" in text or "never exposed (not measured)" in text for text in controls.reasons)
 
 
 def test_a_mismatch_counted_before_an_interrupt_is_judged_and_kept() -> None:
@@ -473,7 +674,7 @@ def test_a_mismatch_counted_before_an_interrupt_is_judged_and_kept() -> None:
     ((first, second),) = kept
     assert first.verdict is Outcome.FAIL
     assert any("1 of 2000 replays differ in arm «as deployed»" in reason for reason in first.reasons)
-    assert any(reason.startswith("3 of 16 planned arms have a result") for reason in first.reasons), first.reasons
+    assert any(reason.startswith("3 of 18 planned arms have a result") for reason in first.reasons), first.reasons
     assert (second.verdict, second.arms) == (Outcome.INCONCLUSIVE, []), "it had not begun"
 
 
@@ -525,6 +726,8 @@ def test_the_last_answer_given_again_is_an_error() -> None:
     before: list[Any] = []
 
     def late(job: Job, answer: Any) -> Any:
+        if not isinstance(job, ArmJob):
+            return answer
         before.append(answer)
         return before[-2] if len(before) > 1 else answer
 
@@ -542,7 +745,7 @@ def test_a_chain_that_is_not_the_one_that_was_judged_is_an_error() -> None:
     (case,) = run_on_gpu([judged], Plan(REPLAYS), Executor(lambda name: built))
     assert case.verdict is Outcome.ERROR
     assert "is not the one that was judged" in case.reasons[0]
-    assert all(arm.replays == 0 for arm in case.arms)
+    assert (case.arms, case.controls) == ([], []), "it shows with the first job"
 
 
 # --- chains that controls cannot cover -----------------------------------------------------------------------------
@@ -591,6 +794,143 @@ def test_twins_of_a_residual_chain_may_kill_and_it_passes(residual_chain: Chain)
     twins = [c for c in found if "twin" in c.variant]
     assert [c.kills > 0 for c in twins] == [True] * 3
     assert all(c.reason.startswith("not attributable: another race is possible, stale read: R reads y") for c in twins)
+
+
+# --- chains of kernels that cannot be rebuilt ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", catalog.SHIPPED)
+@pytest.mark.parametrize("waits", [1, 3])
+def test_a_healthy_gpu_passes_every_chain_of_library_kernels(name: str, waits: int, library: Library) -> None:
+    chain = library(name)
+    fake = Fake(chain, waits=waits)
+    (case,) = run_on_gpu([chain], Plan(REPLAYS), fake)
+    assert (case.verdict, case.reasons) == (Outcome.PASS, [])
+    assert case.uncontrolled == {}
+    assert [node.step for node in case.nodes] == [step.name for step in chain.steps]
+    assert [job for job in fake.jobs if isinstance(job, ArmJob)] == plan_arms(chain, REPLAYS, DELAYS_US)
+    assert [j for j in fake.jobs if isinstance(j, ControlJob)] == control_jobs(chain, Plan(), case.nodes)
+    assert case.planned == (len(case.arms), len(case.controls))
+    single = [c for c in case.controls if c.variant.startswith("wait ")]
+    assert len(single) == (0 if waits == 1 else waits * len(chain.data_edges) * len(DELAYS_US))
+    assert case.window_us == 10.0, "what promises nothing has no say in it"
+    assert case.sass["q_norm, F02"] in ("all waits removed", "loaded again", "wait 2 removed")
+
+
+@pytest.mark.parametrize(
+    ("waits", "why"),
+    [(None, "no machine code of {}: lib.so"), (0, "the machine code of {} (lib.so) holds no wait")],
+)
+def test_kernels_whose_waits_cannot_be_removed_are_inconclusive_and_named(
+    waits: int | None, why: str, library: Library
+) -> None:
+    """Where a wait cannot be taken away, nothing shows that its absence would have been seen."""
+    chain = library("csa2-fused-m1")
+    fake = Fake(chain, waits=waits)
+    (case,) = run_on_gpu([chain], Plan(REPLAYS), fake)
+    steps = ["input_norm", "projection", "q_norm", "kv_norm"]
+    assert case.uncontrolled == {name: why.format(kernel_of(chain[name])) for name in steps}
+    assert case.verdict is Outcome.INCONCLUSIVE
+    assert case.reasons[:4] == [f"no control of {name} is possible: {case.uncontrolled[name]}" for name in steps]
+    assert case.planned == (len(case.arms), len(case.controls))
+    assert case.controls
+    assert not any(step.patch for j in fake.jobs if isinstance(j, ControlJob) for step in j.control.apply(chain).steps)
+    assert case.errors == []
+
+
+def test_one_kernel_without_code_costs_the_pass_and_the_others_keep_their_controls(library: Library) -> None:
+    def twist(job: Job, answer: Any) -> Any:
+        if isinstance(job, CensusJob):
+            (found,) = (node for node in answer.nodes if node.step == "q_norm")
+            found.waits, found.code = None, "no library holds it"
+        return answer
+
+    chain = library("csa2-fused-m1")
+    (case,) = run_on_gpu([chain], Plan(REPLAYS), Fake(chain, twist=twist))
+    assert case.verdict is Outcome.INCONCLUSIVE
+    assert case.uncontrolled == {"q_norm": "no machine code of rmsnorm: no library holds it"}
+    assert case.reasons[0] == "no control of q_norm is possible: no machine code of rmsnorm: no library holds it"
+    assert len(case.reasons) == 2
+    assert case.reasons[1].startswith("no control was caught on projection->q_norm through qkv")
+    assert {c.reader for c in case.controls if c.verdict == "caught"} >= {"input_norm", "projection", "kv_norm"}
+
+
+@pytest.mark.parametrize("name", catalog.SHIPPED)
+def test_a_census_without_machine_code_is_no_matter_to_kernels_that_are_rebuilt(name: str) -> None:
+    chain = catalog.load(name)
+    fake = Fake(chain, waits=None)
+    (case,) = run_on_gpu([chain], Plan(REPLAYS), fake)
+    assert (case.verdict, case.reasons, case.uncontrolled) == (Outcome.PASS, [], {})
+    assert len(case.controls) == len(plan_controls(chain, None, DELAYS_US))
+
+
+def test_a_kernel_that_cannot_be_exchanged_for_itself_is_inconclusive_not_failed(library: Library) -> None:
+    """What differs is then the loading again, not the wait."""
+    chain = library("csa2-fused-m1")
+    which = lambda job: isinstance(job, ControlJob) and job.control.variant == RELOADED  # noqa: E731
+    dirty = change(which, lambda answer: vars(answer.result).update(kills=256, verdict="dirty"))
+    (case,) = run_on_gpu([chain], Plan(REPLAYS), Fake(chain, twist=dirty))
+    assert case.verdict is Outcome.INCONCLUSIVE
+    assert all("its machine code cannot be exchanged like that" in reason for reason in case.reasons)
+    assert len(case.reasons) == len(chain.data_edges) * len(DELAYS_US)
+
+
+def test_what_one_removed_wait_of_several_shows_changes_no_verdict(library: Library) -> None:
+    chain = library("csa2-fused-m1")
+    which = lambda job: isinstance(job, ControlJob) and job.control.variant.startswith("wait ")  # noqa: E731
+    seen = change(which, lambda answer: vars(answer.result).update(kills=256, verdict="seen", cause_checked=True))
+    (case,) = run_on_gpu([chain], Plan(REPLAYS), Fake(chain, twist=seen, waits=2))
+    assert (case.verdict, case.reasons) == (Outcome.PASS, [])
+    assert sum(c.verdict == "seen" for c in case.controls) == 2 * len(chain.data_edges) * len(DELAYS_US)
+
+
+def test_a_profiler_that_gives_nothing_is_inconclusive_and_says_why(library: Library) -> None:
+    chain = library("csa2-fused-m1")
+    why = "the profiler gave no valid records: it recorded no kernel"
+    none = change(only(ExposureJob), lambda a: vars(a).update(overlap={}, exposed={}, method=why))
+    (case,) = run_on_gpu([chain], Plan(REPLAYS), Fake(chain, twist=none))
+    assert case.verdict is Outcome.INCONCLUSIVE
+    assert case.exposure == why
+    assert f"data edge projection->q_norm through qkv was never exposed ({why})" in case.reasons
+    assert "graph edge projection->q_norm overlapped in no arm" in case.reasons
+    assert all(edge.overlap is None for edge in case.edges)
+
+
+def test_a_failing_profiler_is_an_error_that_costs_no_count(library: Library) -> None:
+    chain = library("csa2-fused-m1")
+    fake = Fake(chain, twist=fails(only(ExposureJob, name="as deployed"), DeviceError("the worker died")))
+    (case,) = run_on_gpu([chain], Plan(REPLAYS), fake)
+    assert case.verdict is Outcome.ERROR
+    assert case.errors[0] == "exposure, as deployed: the worker died"
+    assert case.planned == (len(case.arms), len(case.controls))
+    assert all(c.verdict in VERDICTS.values() for c in case.controls)
+
+
+def test_controls_may_be_chosen_after_the_census_too(library: Library) -> None:
+    chain = library("csa2-fused-m1")
+    fake = Fake(chain, waits=2)
+    (case,) = run_on_gpu([chain], Plan(REPLAYS, faults=("F02@q_norm",)), fake)
+    assert {(c.fault, c.reader) for c in case.controls} == {("F02", "q_norm")}
+    assert {c.variant for c in case.controls} == {"never waits", RELOADED, "wait 0 removed", "wait 1 removed"}
+    assert case.planned == (len(case.arms), len(case.controls))
+    (case,) = run_on_gpu([chain], Plan(REPLAYS, faults=()), Fake(chain, waits=2))
+    assert (case.controls, case.planned[1], case.verdict) == ([], 0, Outcome.INCONCLUSIVE)
+
+
+def test_a_fault_planted_in_a_library_kernel_runs_alone(library: Library) -> None:
+    chain = library("csa2-fused-m1")
+    fake = Fake(chain, waits=None)
+    (case,) = run_on_gpu([chain], Plan(REPLAYS, planted="F02@q_norm"), fake)
+    assert case.verdict is Outcome.FAIL
+    assert (case.nodes, case.uncontrolled, case.planned) == ([], {}, (2, 0))
+    assert [job.variant(chain)["q_norm"].patch for job in fake.jobs if isinstance(job, ArmJob)] == [Patch(None)] * 2
+
+
+@pytest.mark.parametrize("name", catalog.SHIPPED)
+def test_the_model_judges_library_kernels_by_their_contracts_as_native_ones(name: str, library: Library) -> None:
+    (native,), (fixed,) = run_on_model([catalog.load(name)], Plan()), run_on_model([library(name)], Plan())
+    assert fixed.verdict is Outcome.ORDERED
+    assert fixed.controls == native.controls
 
 
 # --- blockers ------------------------------------------------------------------------------------------------------

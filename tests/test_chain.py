@@ -14,7 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdl_stress import Chain, KernelContract, Op, Trigger, UnsupportedVariant, UsageError, Wait, catalog
-from pdl_stress.chain import DTYPES, PRODUCER, Role, box_within, boxes_overlap, covered, source_step
+from pdl_stress.buffers import DTYPES, Role, box_within, boxes_overlap, covered
+from pdl_stress.chain import PRODUCER, Patch, source_step
+from pdl_stress.faults import plan_controls
+from pdl_stress.jobs import plan_arms
 
 
 def kernel(reads: tuple[str, ...] = ("a",), writes: tuple[str, ...] = ("o",), *, fixed: bool = False) -> Op:
@@ -508,11 +511,148 @@ def test_a_step_can_be_inserted() -> None:
 def test_variants_that_cannot_be_are_refused() -> None:
     with pytest.raises(UsageError, match="no step 'fourth'"):
         pipeline().varied({"fourth": {"delay_us": 1.0}})
+    chain = fixed_chain()
+    for fields in (
+        {"wait": Wait.LATE},
+        {"wait": Wait.NEVER, "trigger": Trigger.ENTRY},
+        {"wait": Wait.NEVER, "delay_us": 1.0},
+        {"independent": ()},
+        {"patch": Patch(None), "trigger": Trigger.ENTRY},
+        {"patch": Patch(()), "delay_us": 1.0},
+        {"patch": Patch((1,)), "wait": Wait.NEVER},
+        {"trigger": Trigger.ENTRY, "independent": ("a",)},
+    ):
+        with pytest.raises(UnsupportedVariant, match="kernel cannot be rebuilt"):
+            chain.varied({"s": fields})
+    for name in ("second", PRODUCER):
+        with pytest.raises(UnsupportedVariant, match="rebuilt, not patched"):
+            pipeline().varied({name: {"patch": Patch(())}})
+    with pytest.raises(UnsupportedVariant, match="early-release source cannot wait as"):
+        chain.varied({"s": {"trigger": Trigger.ENTRY}}).varied({"s": {"wait": Wait.NEVER}})
+
+
+def test_a_kernel_that_cannot_be_rebuilt_gives_way_to_a_stand_in_that_writes_its_outputs() -> None:
+    chain = fixed_chain()
+    for fields in (
+        {"trigger": Trigger.ENTRY},
+        {"delay_us": 1.0},
+        {"trigger": "before_stores", "fence": True, "delay_us": 2.0},
+    ):
+        other = chain.varied({"s": fields})
+        assert [step.name for step in other.steps] == [step.name for step in chain.steps]
+        stand_in = other["s"]
+        assert stand_in.source
+        assert stand_in.patch is None
+        assert [(name, str(view)) for name, view in stand_in.writes()] == [("o", "x")]
+        assert list(stand_in.reads()) == []
+        assert stand_in.delay_us == fields.get("delay_us")
+        assert stand_in.contract.trigger == fields.get("trigger", Trigger.ENTRY)
+        assert stand_in.contract.fence is fields.get("fence", False)
+        assert stand_in.contract.wait is Wait.ALL, "or it would write before its own predecessors are done (R8)"
+        assert stand_in.op.kernels == ("pdl_stress_source",)
+        assert stand_in.op.rebuildable, "it is our own kernel"
+
+
+def test_a_stand_in_can_be_varied_again() -> None:
+    once = fixed_chain().varied({"s": {"trigger": Trigger.AFTER_WAIT}})
+    twice = once.varied({"s": {"delay_us": 3.0, "fence": True}})["s"]
+    assert (twice.delay_us, twice.contract.trigger, twice.contract.fence) == (3.0, Trigger.AFTER_WAIT, True)
+    assert twice.source
+
+
+@pytest.mark.parametrize("pdl", [True, False])
+def test_a_stand_in_is_launched_as_its_step_is(pdl: bool) -> None:
+    """With the attribute on a step that has none it would make an edge that the chain does not have."""
+    chain = Chain("c")
+    hidden, x = chain.input("h", (4,), "float32"), chain.buffer("x", (4,), "float32")
+    chain.step("s", kernel(fixed=True), pdl=pdl, a=hidden, o=x)
+    assert chain.varied({"s": {"delay_us": 1.0}})["s"].pdl is pdl
+    assert chain.varied({"s": {"wait": Wait.NEVER}})["s"].pdl is pdl
+
+
+def test_a_stand_in_writes_every_output_and_no_more() -> None:
+    chain = Chain("c")
+    x, y = chain.buffer("x", (2, 8), "float32"), chain.buffer("y", (2, 8), "float32")
+    hidden, weight = chain.input("h", (2, 8), "float32"), chain.constant("w", (8,), "float32")
+    op = kernel(("a", "w"), ("o", "p"), fixed=True)
+    chain.step("s", op, a=hidden, w=weight, o=x[:, 2:6], p=y, params={"eps": 1.0})
+    chain.step("t", kernel(("a", "b")), a=x[:, 2:6], b=y, o=x[:, :2])
+    stand_in = chain.varied({"s": {"trigger": Trigger.ENTRY, "delay_us": 2.0}})["s"]
+    assert {name: str(view) for name, view in stand_in.writes()} == {"o": "x[:, 2:6]", "p": "y"}
+    assert set(stand_in.operands) == {"o", "p"}
+    assert stand_in.contract.operands == ("o", "p")
+    assert stand_in.params == {}, "it is launched by the harness"
+    edges = [str(edge) for edge in chain.varied({"s": {"delay_us": 2.0}}).data_edges]
+    assert edges == ["s -> t through x", "s -> t through y"], "its readers are the same, its writer is gone"
+
+
+def test_what_writes_nothing_has_no_stand_in() -> None:
+    chain = fixed_chain()
+    x = chain.buffers["x"]
+    chain.step("checks", kernel(("a",), (), fixed=True), a=x)
+    with pytest.raises(UnsupportedVariant, match="kernel cannot be rebuilt"):
+        chain.varied({"checks": {"delay_us": 1.0}})
+    assert chain.varied({"checks": {"wait": Wait.NEVER}})["checks"].patch == Patch(None)
+
+
+def test_a_kernel_that_cannot_be_rebuilt_is_left_alone_if_nothing_is_asked_of_it() -> None:
+    chain = fixed_chain()
+    for fields in ({}, {"delay_us": None}, {"patch": None}):
+        assert chain.varied({"s": fields})["s"] is chain["s"]
+
+
+def test_of_a_kernel_that_cannot_be_rebuilt_the_waits_can_be_removed() -> None:
+    chain = fixed_chain()
+    never = chain.varied({"s": {"wait": Wait.NEVER}})["s"]
+    assert (never.patch, never.contract.wait, never.source) == (Patch(None), Wait.NEVER, False)
+    assert never.op.run is chain["s"].op.run, "its own kernel, patched in the captured graph"
+    for patch in (Patch(()), Patch((1,))):
+        step = chain.varied({"s": {"patch": patch}})["s"]
+        assert (step.patch, step.contract) == (patch, chain["s"].contract)
+        assert step.op == chain["s"].op
+        assert (step.delay_us, step.source, step.operands) == (None, False, chain["s"].operands)
+    assert chain["s"].patch is None, "the chain under test stays as it is"
+    both = chain.varied({"s": {"patch": Patch(None)}})["s"]
+    assert (both.patch, both.contract.wait) == (Patch(None), Wait.NEVER), "the model must know of it"
+    assert both.op.deployed == chain["s"].contract, "reports must tell what was changed"
+    assert chain.varied({"s": {}})["s"].patch is None
+    assert list(map(str, (Patch(None), Patch(()), Patch((0, 2))))) == [
+        "all waits removed",
+        "loaded again",
+        "wait 0, 2 removed",
+    ]
+
+
+def test_no_stand_in_writes_what_a_later_step_changes() -> None:
+    """It would write the end of the chain's memory: the later step would then change it twice."""
+    chain = Chain("c")
+    x, y = chain.buffer("x", (4, 8), "float32"), chain.buffer("y", (4, 8), "float32")
+    chain.step("norm", kernel(fixed=True), a=chain.input("h", (4, 8), "float32"), o=x)
+    chain.step("add", kernel(fixed=True), a=x[:2], o=x[:2])
+    chain.step("other", kernel(fixed=True), a=x[2:], o=y)
+    late: dict[str, Any] = {"trigger": "entry", "delay_us": 2.0}
+    with pytest.raises(UnsupportedVariant, match=r"take the place of 'norm': 'add' changes x\[0:2, :\]"):
+        chain.varied({"norm": late})
+    for name in ("add", "other"):
+        assert chain.varied({name: late})[name].source
+    arms = {(job.step, job.name) for job in plan_arms(chain, 1000, (2.0,)) if job.step}
+    assert {step for step, _ in arms} == {"producer", "add", "other"}, "no arm claims to have delayed it"
+    controls = plan_controls(chain, None, (2.0,))
+    assert {c.edge.writer for c in controls} == {"producer"}, "only the producer's lateness can be told"
+
+
+def test_a_library_step_that_writes_nothing_has_no_arm_of_its_own() -> None:
+    chain = Chain("c")
+    x = chain.buffer("x", (4,), "float32")
+    chain.step("norm", kernel(fixed=True), a=chain.input("h", (4,), "float32"), o=x)
+    chain.step("check", kernel(("a",), (), fixed=True), a=x)
+    assert "check" not in {job.step for job in plan_arms(chain, 1000, (2.0,))}
+
+
+def fixed_chain() -> Chain:
     chain = Chain("c")
     chain.step("s", kernel(fixed=True), a=chain.input("h", (4,), "float32"), o=chain.buffer("x", (4,), "float32"))
-    assert chain.varied({"s": {"delay_us": 1.0}})["s"].delay_us == 1.0
-    with pytest.raises(UnsupportedVariant, match="cannot be rebuilt"):
-        chain.varied({"s": {"trigger": Trigger.ENTRY}})
+    return chain
 
 
 # --- the catalogue --------------------------------------------------------------------------------------------------

@@ -9,10 +9,20 @@ import pytest
 
 from pdl_stress import DeviceError, Outcome, catalog
 from pdl_stress.collect import control_result, take, take_error
-from pdl_stress.jobs import ArmAnswer, ArmJob, ControlAnswer, ControlJob, ExposureAnswer, ExposureJob, Job
+from pdl_stress.jobs import (
+    ArmAnswer,
+    ArmJob,
+    CensusAnswer,
+    CensusJob,
+    ControlAnswer,
+    ControlJob,
+    ExposureAnswer,
+    ExposureJob,
+    Job,
+)
 from pdl_stress.model import Expectation
-from pdl_stress.plan import Plan, clean_jobs, control_jobs
-from pdl_stress.results import ArmResult, CaseResult, DataEdgeResult, EdgeResult
+from pdl_stress.plan import Plan, clean_jobs, control_jobs, exposure_jobs
+from pdl_stress.results import ArmResult, CaseResult, DataEdgeResult, EdgeResult, NodeResult
 from pdl_stress.verdict import judge_hardware
 
 CHAIN = catalog.load("csa2-fused-m1")
@@ -30,12 +40,16 @@ def answer(job: Job) -> Any:
         arm = ArmResult(job.name, job.replays, 0, 0.1, job.delay_us, job.step, 0.5)
         return ArmAnswer(arm, edges, 256, {"kernel": "evidence"})
     if isinstance(job, ExposureJob):
-        return ExposureAnswer(dict.fromkeys(CHAIN.edges, 0.5), {("projection", "q_norm", "qkv"): 1.0})
+        return ExposureAnswer(dict.fromkeys(CHAIN.edges, 0.5), {("projection", "q_norm", "qkv"): 1.0}, "by hand")
+    if isinstance(job, CensusJob):
+        return CensusAnswer([NodeResult("kernel", "gemm", step="projection"), NodeResult("memset", step="q_norm")])
     result = control_result(job.control, Expectation(job.expected, job.reason))
     return ControlAnswer(replace(result, replays=job.replays, verdict="not seen"), {"broken kernel": "evidence"})
 
 
-JOBS: list[Job] = [*clean_jobs(CHAIN, Plan()), *control_jobs(CHAIN, Plan(faults=("F02", "F04", "F28")))]
+CHOSEN = Plan(faults=("F02", "F04", "F28"))
+JOBS: list[Job] = [*clean_jobs(CHAIN, CHOSEN), *exposure_jobs(CHAIN, CHOSEN), *control_jobs(CHAIN, CHOSEN)]
+CENSUS = next(job for job in JOBS if isinstance(job, CensusJob))
 ARM = next(job for job in JOBS if isinstance(job, ArmJob) and job.step)
 EXPOSURE = next(job for job in JOBS if isinstance(job, ExposureJob))
 CONTROL = next(job for job in JOBS if isinstance(job, ControlJob))
@@ -49,10 +63,16 @@ def test_the_answers_of_all_jobs_are_taken() -> None:
     assert len(made.controls) == sum(isinstance(job, ControlJob) for job in JOBS)
     assert made.sass == {"kernel": "evidence", "broken kernel": "evidence"}, "of arms and of controls"
     assert made.errors == []
+    assert made.kernels == ["gemm"], "what really ran, and kernels only"
+    assert [node.kind for node in made.nodes] == ["kernel", "memset"]
+    assert made.exposure == "by hand"
 
 
-@pytest.mark.parametrize("job", [ARM, EXPOSURE, CONTROL], ids=lambda job: type(job).__name__)
-@pytest.mark.parametrize("thing", [None, 5, "answer", (), CHAIN, *[answer(job) for job in (ARM, EXPOSURE, CONTROL)]])
+KINDS = (CENSUS, ARM, EXPOSURE, CONTROL)
+
+
+@pytest.mark.parametrize("job", KINDS, ids=lambda job: type(job).__name__)
+@pytest.mark.parametrize("thing", [None, 5, "answer", (), CHAIN, *[answer(job) for job in KINDS]])
 def test_an_answer_of_another_kind_is_refused(job: Job, thing: Any) -> None:
     if type(thing) is type(answer(job)):
         return
@@ -91,7 +111,7 @@ def test_the_answers_of_two_controls_cannot_be_swapped() -> None:
                     take(case(), job, answer(other))
 
 
-@pytest.mark.parametrize("job", [ARM, EXPOSURE, CONTROL], ids=lambda job: type(job).__name__)
+@pytest.mark.parametrize("job", KINDS, ids=lambda job: type(job).__name__)
 def test_a_failure_leaves_a_trace_that_grades_nothing(job: Job) -> None:
     made = case()
     take_error(made, job, DeviceError("it hung"))
@@ -105,6 +125,51 @@ def test_a_failure_leaves_a_trace_that_grades_nothing(job: Job) -> None:
         (arm,) = made.arms
         assert (arm.name, arm.step, arm.delay_us, arm.replays) == (job.name, job.step, job.delay_us, 0)
     assert judge_hardware(made)[0] is Outcome.ERROR
+
+
+def test_a_failed_census_leaves_its_reason_and_no_nodes() -> None:
+    made = case()
+    take_error(made, CENSUS, RuntimeError("no such node"))
+    assert made.errors == ["census of the graph: RuntimeError: no such node"]
+    assert (made.nodes, made.kernels, made.arms) == ([], [], [])
+
+
+def test_the_kernels_that_the_census_found_replace_those_that_ops_claim() -> None:
+    """What a library launches depends on the GPU and the shapes."""
+    made = case()
+    made.kernels = ["rmsnorm", "tinygemm2"]
+    names = ["source", "norm", "gemm<128>", "norm", ""]
+    nodes = [NodeResult("kernel" if name else "memset", name, step="s") for name in names]
+    take(made, CENSUS, CensusAnswer(nodes))
+    assert made.kernels == ["source", "norm", "gemm<128>"], "each once, in stream order"
+    assert made.nodes == nodes
+
+
+def test_exposure_is_entered_by_arm_and_only_where_it_was_seen() -> None:
+    made = case()
+    made.edges = [EdgeResult(a, b, "programmatic") for a, b in CHAIN.edges]
+    first, second = [job for job in JOBS if isinstance(job, ExposureJob)][:2]
+    seen = ("projection", "q_norm")
+    take(made, first, ExposureAnswer({seen: 0.5, ("q_norm", "kv_norm"): 0.0}, {(*seen, "qkv"): 0.0}, "one"))
+    take(made, second, ExposureAnswer({seen: 0.25}, {(*seen, "qkv"): 0.01}, "two"))
+    edges = {(edge.source, edge.target): edge for edge in made.edges}
+    assert (edges[seen].overlap, edges[seen].overlapped_in) == (0.5, [first.name, second.name])
+    assert (edges["q_norm", "kv_norm"].overlap, edges["q_norm", "kv_norm"].overlapped_in) == (0.0, [])
+    assert (edges["producer", "input_norm"].overlap, edges["producer", "input_norm"].overlapped_in) == (None, [])
+    assert {(e.writer, e.reader): e.exposed_by for e in made.data_edges if e.exposed_by} == {seen: [second.name]}
+    assert made.exposure == "one"
+    take(made, first, ExposureAnswer({}, {}, "it failed"))
+    take(made, second, ExposureAnswer({seen: 0.25}, {}, "two"))
+    assert made.exposure == "it failed", "what went wrong once is not forgotten"
+
+
+def test_edges_of_a_serialized_arm_are_not_those_under_test() -> None:
+    made = case()
+    for job in JOBS:
+        if isinstance(job, ArmJob) and job.serialized:
+            take(made, job, answer(job))
+    assert made.edges == []
+    assert made.errors == []
 
 
 def test_the_rate_is_that_of_the_arm_as_deployed() -> None:

@@ -148,3 +148,46 @@ def test_an_op_that_cannot_be_rebuilt_says_so_unless_nothing_changes() -> None:
     assert library.rebuilt(wait=Wait.ALL) is library
     with pytest.raises(UnsupportedVariant, match="kernel cannot be rebuilt"):
         library.rebuilt(trigger=Trigger.ENTRY)
+
+
+def test_an_op_may_return_what_it_writes_instead_of_taking_it() -> None:
+    @op(reads=("input",), writes=("out", "scale"), returns=("scale", "out"))
+    def quantize(input: Any, *, pdl: bool) -> Any:
+        return None
+
+    assert quantize.returns == ("scale", "out"), "in the order in which it returns them"
+    assert quantize.contract.writes == ("out", "scale")
+    assert op(reads=("a",), writes=("b",))(lambda a, b, pdl: None).returns == ()
+
+
+def test_an_op_takes_the_operands_that_it_does_not_return() -> None:
+    with pytest.raises(UsageError, match="takes no argument 'out'"):
+        op(reads=("input",), writes=("out",))(lambda input, pdl: None)
+    op(reads=("input",), writes=("out",), returns=("out",))(lambda input, pdl: None)
+    with pytest.raises(UsageError, match="takes no argument 'other'"):
+        op(reads=("input",), writes=("out", "other"), returns=("out",))(lambda input, pdl: None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"returns": ("input",)}, r"it returns \['input'\]; expected operands that it writes and does not read"),
+        ({"returns": ("both",)}, r"it returns \['both'\]"),
+        ({"returns": ("out", "nothing")}, r"it returns \['nothing'\]"),
+        ({"returns": "out"}, "operands 'out'; expected a tuple of names"),
+    ],
+    ids=["read", "updated in place", "unknown", "text"],
+)
+def test_an_op_returns_only_what_it_writes_anew(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        op(reads=("input", "both"), writes=("out", "both"), **fields)
+
+
+def test_an_op_may_give_the_machine_code_of_its_kernels() -> None:
+    def code() -> list[bytes]:
+        return [b"cubin"]
+
+    made = op(reads=("a",), writes=("b",), code=code)(_run)
+    assert made.code is code
+    assert op(reads=("a",), writes=("b",))(_run).code is None
+    assert not made.rebuildable, "having the code does not make it one of ours"

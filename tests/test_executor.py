@@ -13,22 +13,34 @@ from typing import Any
 import pytest
 
 from pdl_stress import Chain, KernelContract, Op, PdlStressError, Trigger, Wait
-from pdl_stress.chain import DataEdge
+from pdl_stress.chain import DataEdge, Patch
 from pdl_stress.cuda import executor as module
 from pdl_stress.cuda.bench import Counts
 from pdl_stress.cuda.executor import Executor
-from pdl_stress.faults import Control
-from pdl_stress.jobs import ArmAnswer, ArmJob, ControlAnswer, ControlJob, ExposureJob
+from pdl_stress.faults import RELOADED, Control
+from pdl_stress.jobs import (
+    NEIGHBOURS,
+    ArmAnswer,
+    ArmJob,
+    CensusAnswer,
+    CensusJob,
+    ControlAnswer,
+    ControlJob,
+    ExposureAnswer,
+    ExposureJob,
+)
+from pdl_stress.results import NodeResult
 from pdl_stress.statistics import MIN_KILLS, upper_bound
 
 EDGE = DataEdge("first", "last", "x", "a")
 BROKEN: dict[str, dict[str, Any]] = {"first": {"trigger": "entry", "delay_us": 10.0}, "last": {"wait": "never"}}
 
 
-def chain(verify: Any = None) -> Chain:
+def chain(verify: Any = None, fixed: bool = False) -> Chain:
     made = Chain("chain")
     contract = KernelContract(("a",), ("o",))
-    kernel = Op("kernel", contract, lambda **_: None, contract, waits=frozenset(Wait), verify=verify)
+    waits = frozenset() if fixed else frozenset(Wait)
+    kernel = Op("kernel", contract, lambda **_: None, contract, waits=waits, verify=verify)
     x, y = made.buffer("x", (4,), "float32"), made.buffer("y", (4,), "float32")
     made.step("first", kernel, a=made.input("h", (4,), "float32"), o=x)
     made.step("last", kernel, a=x, o=y)
@@ -36,29 +48,41 @@ def chain(verify: Any = None) -> Chain:
 
 
 class FakeCaptured:
-    def __init__(self, variant: Chain, back_to_back: bool = False, rotated: bool = False) -> None:
+    def __init__(
+        self, variant: Chain, back_to_back: bool = False, rotated: bool = False, neighbour: str = "", unroll: int = 16
+    ) -> None:
         self.chain, self.back_to_back, self.rotated, self.serialized = variant, back_to_back, rotated, False
+        self.neighbour, self.unroll, self.raw = neighbour, unroll, "graph"
+        self.patched = {f"{step.op.name}, {step.patch}": "no wait" for step in variant.steps if step.patch}
+
+    def nodes_of(self, replay: int) -> dict[str, list[int]]:
+        """Two nodes for the last step, one for the others."""
+        assert replay < self.unroll
+        names = [step.name for step in self.chain.steps]
+        found = {name: [100 * replay + number] for number, name in enumerate(names)}
+        return {**found, names[-1]: [*found[names[-1]], 100 * replay + 50]}
 
     def serialize(self) -> int:
         self.serialized = True
         return 1
 
-    def between(self, source: str, target: str) -> list[Any]:
-        kind = "full" if self.serialized else "programmatic"
-        return [SimpleNamespace(kind=kind)] * 2 if (source, target) != ("first", "missing") else []
+    def after(self, step: str) -> list[Any]:
+        return [SimpleNamespace(kind="full" if self.serialized else "programmatic")] * 2
 
 
 class FakeBench:
     """Answers each run with the next of ``mismatches``; remembers what was captured and run."""
 
-    def __init__(self, mismatches: Sequence[int], agree: bool | list[bool] = True, verify: Any = None) -> None:
-        self.chain = chain(verify)
+    def __init__(
+        self, mismatches: Sequence[int], agree: bool | list[bool] = True, verify: Any = None, fixed: bool = False
+    ) -> None:
+        self.chain, self.finder = chain(verify, fixed), "finder"
         self.memory = SimpleNamespace(pool=256, weights_note=lambda: "3 weight sets")
         self.mismatches, self.agree = list(mismatches), agree if isinstance(agree, list) else [agree] * len(mismatches)
         self.ran: list[tuple[FakeCaptured, int]] = []
 
-    def capture(self, variant: Chain, *, rotated: bool = False, back_to_back: bool = False, **_: Any) -> FakeCaptured:
-        return FakeCaptured(variant, back_to_back, rotated)
+    def capture(self, variant: Chain, **how: Any) -> FakeCaptured:
+        return FakeCaptured(variant, **how)
 
     def run(self, captured: FakeCaptured, replays: int) -> Counts:
         self.ran.append((captured, replays))
@@ -98,12 +122,13 @@ def other_chain() -> Chain:
 
 JOBS: list[Any] = [
     lambda mark: ArmJob("chain", mark, "as deployed", 10),
+    lambda mark: CensusJob("chain", mark),
     lambda mark: ExposureJob("chain", mark, "as deployed"),
     lambda mark: ControlJob("chain", mark, Control("F02", "never waits", EDGE, 10.0, BROKEN), "caught", "", 10),
 ]
 
 
-@pytest.mark.parametrize("job", JOBS, ids=["arm", "exposure", "control"])
+@pytest.mark.parametrize("job", JOBS, ids=["arm", "census", "exposure", "control"])
 def test_another_chain_of_the_same_name_does_not_run(monkeypatch: pytest.MonkeyPatch, job: Any) -> None:
     """A child that reads a global or the clock may build another chain than the parent judged."""
     fake = FakeBench([0])
@@ -116,7 +141,7 @@ def test_another_chain_of_the_same_name_does_not_run(monkeypatch: pytest.MonkeyP
     assert fake.ran == []
 
 
-@pytest.mark.parametrize("job", JOBS, ids=["arm", "exposure", "control"])
+@pytest.mark.parametrize("job", JOBS, ids=["arm", "census", "exposure", "control"])
 def test_nor_once_a_bench_stands(monkeypatch: pytest.MonkeyPatch, job: Any) -> None:
     fake = FakeBench([0, 0])
     made = executor(monkeypatch, fake)
@@ -348,6 +373,10 @@ def test_arms_are_captured_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     answer, fake = run_arm(monkeypatch, 0, rotated=True)
     assert fake.ran[0][0].rotated
     assert answer.arm.note == "3 weight sets", "whether they are cold depends on their size"
+    for neighbour in NEIGHBOURS:
+        _, fake = run_arm(monkeypatch, 0, neighbour=neighbour)
+        assert fake.ran[0][0].neighbour == neighbour
+    assert (fake.ran[0][0].rotated, fake.ran[0][0].back_to_back) == (False, False)
     _, fake = run_arm(monkeypatch, 0, changes={"first": {"delay_us": 4.0}})
     assert fake.ran[0][0].chain["first"].delay_us == 4.0
     _, fake = run_arm(monkeypatch, 0, planted=Control("F02", "never waits", EDGE, 10.0, BROKEN))
@@ -363,8 +392,123 @@ def test_arms_are_captured_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_edges_of_several_replays_are_joined(monkeypatch: pytest.MonkeyPatch, kinds: list[str], text: str) -> None:
-    monkeypatch.setattr(
-        FakeCaptured, "between", lambda self, source, target: [SimpleNamespace(kind=kind) for kind in kinds]
-    )
+    monkeypatch.setattr(FakeCaptured, "after", lambda self, step: [SimpleNamespace(kind=kind) for kind in kinds])
     answer, _ = run_arm(monkeypatch, 0)
     assert {e.kind for e in answer.edges} == {text}
+
+
+def test_the_edge_behind_a_step_is_asked_for_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows a step in the graph is its successor, so one name is enough."""
+    kinds = {"producer": "programmatic", "first": "full", "last": "port 1->0 type 7"}
+    monkeypatch.setattr(FakeCaptured, "after", lambda self, step: [SimpleNamespace(kind=kinds[step])])
+    answer, _ = run_arm(monkeypatch, 0, back_to_back=True)
+    assert [(e.source, e.target, e.kind) for e in answer.edges] == [
+        ("producer", "first", "programmatic"),
+        ("first", "last", "full"),
+        ("last", "producer", "port 1->0 type 7"),
+    ]
+
+
+# --- kernels that cannot be rebuilt --------------------------------------------------------------------------------
+
+
+def run_library_control(
+    monkeypatch: pytest.MonkeyPatch, reader: dict[str, Any], mismatches: Sequence[int], expected: str, variant: str
+) -> tuple[ControlAnswer, FakeBench]:
+    fake = FakeBench(mismatches, fixed=True)
+    control = Control("F02", variant, EDGE, 10.0, {**BROKEN, "last": reader})
+    job = ControlJob("chain", fake.chain.fingerprint, control, expected, "the rules", 256)
+    answer = executor(monkeypatch, fake).execute(job)
+    assert isinstance(answer, ControlAnswer)
+    return answer, fake
+
+
+def test_a_patched_control_runs_beside_a_stand_in_and_brings_its_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, fake = run_library_control(monkeypatch, {"wait": "never"}, [256, 0], "caught", "never waits")
+    assert (answer.result.verdict, answer.result.cause_checked) == ("caught", True)
+    assert answer.sass == {"kernel, all waits removed": "no wait"}
+    for captured, _ in fake.ran:
+        assert captured.chain["first"].source
+        assert captured.chain["last"].patch == Patch(None)
+
+
+def test_a_reloaded_kernel_that_differs_is_dirty(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, fake = run_library_control(monkeypatch, {"patch": Patch(())}, [1, 0], "clean", RELOADED)
+    assert (answer.result.verdict, answer.result.variant, answer.result.kills) == ("dirty", RELOADED, 1)
+    assert answer.sass == {"kernel, loaded again": "no wait"}
+    assert fake.ran[0][0].chain["last"].contract.wait is Wait.ALL
+
+
+def test_a_planted_arm_of_a_library_brings_the_evidence_of_its_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeBench([0], fixed=True)
+    control = Control("F02", "never waits", EDGE, 10.0, BROKEN)
+    job = ArmJob("chain", fake.chain.fingerprint, "planted", 10, planted=control)
+    answer = executor(monkeypatch, fake).execute(job)
+    assert isinstance(answer, ArmAnswer)
+    assert answer.sass == {"kernel, all waits removed": "no wait"}
+
+
+def test_evidence_of_machine_code_that_was_rebuilt_and_patched_stands_side_by_side(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = FakeBench([256, 0], verify=lambda contract, arch, delayed: "fine")
+    last = fake.chain["last"]
+    fake.chain._steps[-1] = replace(last, op=replace(last.op, name="library", waits=frozenset()))
+    control = Control("F02", "never waits", EDGE, 10.0, BROKEN)
+    job = ControlJob("chain", fake.chain.fingerprint, control, "caught", "", 256)
+    answer = executor(monkeypatch, fake).execute(job)
+    assert isinstance(answer, ControlAnswer)
+    assert answer.sass["library, all waits removed"] == "no wait"
+    assert answer.sass["kernel, waits: all, triggers: entry, delay point"] == "fine"
+
+
+# --- census and exposure -------------------------------------------------------------------------------------------
+
+
+def test_the_census_describes_each_node_of_the_second_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first replay of a graph has nothing before it, so its first edge is missing."""
+    described: list[tuple[Any, ...]] = []
+
+    def describe(node: int, kinds: list[str], finder: Any, step: str) -> NodeResult:
+        described.append((node, kinds, finder, step))
+        return NodeResult("kernel", f"node {node}", step=step, incoming=kinds)
+
+    edges = {100: ["full"], 101: ["programmatic"], 150: ["programmatic", "full"]}
+    incoming = {node: [SimpleNamespace(kind=kind) for kind in kinds] for node, kinds in edges.items()}
+    monkeypatch.setattr(module, "describe", describe)
+    monkeypatch.setattr(module.nodes, "incoming", lambda graph: incoming if graph == "graph" else {})
+    fake = FakeBench([])
+    answer = executor(monkeypatch, fake).execute(CensusJob("chain", fake.chain.fingerprint))
+    assert isinstance(answer, CensusAnswer)
+    assert described == [
+        (100, ["full"], "finder", "producer"),
+        (101, ["programmatic"], "finder", "first"),
+        (102, [], "finder", "last"),
+        (150, ["programmatic", "full"], "finder", "last"),
+    ]
+    assert [node.name for node in answer.nodes] == ["node 100", "node 101", "node 102", "node 150"]
+    assert fake.ran == [], "nothing is launched for it"
+
+
+@pytest.mark.parametrize("profiled", [False, True])
+@pytest.mark.parametrize("back_to_back", [False, True])
+def test_exposure_is_measured_as_the_job_says(
+    monkeypatch: pytest.MonkeyPatch, profiled: bool, back_to_back: bool
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def measure(name: str) -> Any:
+        def found(bench: Any, variant: Chain, *, back_to_back: bool) -> Any:
+            asked.append((name, bench, variant["first"].delay_us, back_to_back))
+            return SimpleNamespace(overlap={("first", "last"): 0.5}, exposed={}, method=f"by {name}")
+
+        return found
+
+    for name in ("profiled", "stamped"):
+        monkeypatch.setattr(module.exposure, name, measure(name))
+    fake = FakeBench([])
+    job = ExposureJob("chain", fake.chain.fingerprint, "late", {"first": {"delay_us": 3.0}}, back_to_back, profiled)
+    answer = executor(monkeypatch, fake).execute(job)
+    name = "profiled" if profiled else "stamped"
+    assert asked == [(name, fake, 3.0, back_to_back)]
+    assert answer == ExposureAnswer({("first", "last"): 0.5}, {}, f"by {name}")

@@ -5,13 +5,13 @@ The expectations below are written out from the design, not computed: the model 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from pdl_stress import Chain, KernelContract, Op, Trigger, UnsupportedVariant, UsageError, Wait, catalog, model
-from pdl_stress.chain import DataEdge
+from pdl_stress.chain import DataEdge, Patch
 from pdl_stress.faults import (
     ALL_DELAYS_US,
     DELAYS_US,
@@ -19,11 +19,13 @@ from pdl_stress.faults import (
     LATE_ROWS,
     LATE_WEIGHT,
     MUST_CATCH_US,
+    RELOADED,
     Control,
     Fault,
     attacked_edges,
     check_controls,
     expectations,
+    one_wait_removed,
     perturbation,
     plan_controls,
     plant,
@@ -65,7 +67,7 @@ def designed(control: Control, last: str) -> str:
                 return "clean"
             return "caught" if place in EARLY_TRIGGERS else "unpromised"
         case "F02":
-            return "unpromised" if skips else "caught"
+            return "clean" if variant == RELOADED else "unpromised" if skips else "caught"
         case "F04":
             return "clean" if "twin" in variant else "caught"
         case "F07":
@@ -106,7 +108,7 @@ def test_every_data_edge_gets_every_control_at_every_delay(name: str) -> None:
         for edge in chain.data_edges:
             counts = {fault: sum(c.fault == fault and c.edge == edge for c in here) for fault in per_edge(edge)}
             assert counts == per_edge(edge)
-        assert sum(c.fault == "F28" for c in here) == 2 * sum("projection" in s.name for s in chain.steps)
+        assert sum(c.fault == "F28" for c in here) == 3 * sum("projection" in s.name for s in chain.steps)
     assert len({c.name for c in controls}) == len(controls), "a control is named by fault, variant, edge and window"
 
 
@@ -219,8 +221,8 @@ def test_a_control_delays_its_writer_breaks_its_reader_and_leaves_the_rest(name:
 
 def test_f28_writes_the_first_rows_of_the_weight_directly_before_its_reader() -> None:
     chain = catalog.load("csa2-separate-m4")
-    broken, twin = plan_controls(chain, ("F28@kv_projection",), (10.0,))
-    for control in (broken, twin):
+    broken, written, twin = plan_controls(chain, ("F28@kv_projection",), (10.0,))
+    for control in (broken, written, twin):
         varied = control.apply(chain)
         names = [step.name for step in varied.steps]
         assert names[names.index("kv_projection") - 1] == LATE_WEIGHT
@@ -229,7 +231,13 @@ def test_f28_writes_the_first_rows_of_the_weight_directly_before_its_reader() ->
         assert late.delay_us == 10.0
         ((_, view),) = late.writes()
         assert (view.buffer.name, view.box[0]) == ("wkv", (0, LATE_ROWS))
-    assert broken.apply(chain)["kv_projection"].contract.is_independent("weight")
+        assert varied["input_norm"].contract == chain["input_norm"].contract
+    for control in (broken, written):
+        assert control.apply(chain)["kv_projection"].op == chain["kv_projection"].op
+    late, early = (control.apply(chain)[LATE_WEIGHT].contract for control in (broken, written))
+    assert (late.trigger, late.fence) == (Trigger.ENTRY, False)
+    assert (early.trigger, early.fence) == (Trigger.AFTER_STORES, True), "in time, and visible (R3)"
+    assert twin.apply(chain)[LATE_WEIGHT].contract == late, "the twin is repaired in the reader alone"
     assert not twin.apply(chain)["kv_projection"].contract.is_independent("weight")
     assert chain["kv_projection"].contract.is_independent("weight")
 
@@ -295,16 +303,148 @@ def library_chain() -> Chain:
     return chain
 
 
-def test_controls_that_an_op_cannot_be_rebuilt_for_are_left_out() -> None:
-    controls = plan_controls(library_chain(), None, (10.0,))
-    assert controls, "the producer of the inputs can be delayed all the same"
+def test_kernels_that_cannot_be_rebuilt_get_the_controls_that_need_no_rebuilding() -> None:
+    """Their writers give way to stand-ins, their waits are removed; half a wait or a late one they cannot have."""
+    chain = library_chain()
+    controls = plan_controls(chain, None, (10.0,))
+    assert {c.fault for c in controls} == {"F00", "F02"}
+    assert {(c.edge.writer, c.edge.reader) for c in controls} == {("producer", "first"), ("first", "second")}
     for control in controls:
-        control.apply(library_chain())
-        assert control.changes.get("second", {}) == {}
+        broken = control.apply(chain)
+        assert broken[control.edge.writer].source, "triggers early and writes late, whatever its kernel does"
+        reader = broken[control.edge.reader]
+        assert not reader.source, "the very kernel under test"
+        assert (reader.patch == Patch(None)) is (reader.contract.wait is Wait.NEVER)
     with pytest.raises(UnsupportedVariant):
-        Control("F02", "", DataEdge("first", "second", "x", "a"), 1.0, {"second": {"wait": Wait.NEVER}}).apply(
-            library_chain()
-        )
+        Control("F01", "", DataEdge("first", "second", "x", "a"), 1.0, {"second": {"wait": Wait.LATE}}).apply(chain)
+
+
+Library = Callable[..., Chain]
+
+
+def per_library_edge(edge: DataEdge) -> dict[str, int]:
+    """Nothing that needs half a wait, or a late one."""
+    return {**per_edge(edge), "F01": 0, "F02": 2, "F04": 0, "F05": 0}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_every_data_edge_of_library_kernels_gets_every_control_that_they_can_have(name: str, library: Library) -> None:
+    chain = library(name)
+    controls = plan_controls(chain, None, DELAYS_US)
+    for delay in DELAYS_US:
+        here = [control for control in controls if control.delay_us == delay]
+        for edge in chain.data_edges:
+            counts = {fault: sum(c.fault == fault and c.edge == edge for c in here) for fault in per_edge(edge)}
+            assert counts == per_library_edge(edge)
+        # Late weights need no change of the reader; reading them behind its wait would be one.
+        assert sum(c.fault == "F28" for c in here) == 2 * sum("projection" in s.name for s in chain.steps)
+    assert len({c.name for c in controls}) == len(controls)
+    assert {c.fault for c in controls} == {"F00", "F02", "F07", "F28"}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_controls_of_library_kernels_are_expected_to_show_what_the_design_demands(name: str, library: Library) -> None:
+    """The same as of native ones: a stand-in and a removed wait are what a rebuilt kernel would have been."""
+    chain = library(name)
+    found = expectations(chain, plan_controls(chain, None, (MUST_CATCH_US,)))
+    assert {c.name: e.expected for c, e in found} == {c.name: designed(c, chain.steps[-1].name) for c, _ in found}
+    assert all(expectation == control.expectation(chain) for control, expectation in found)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_every_data_edge_of_library_kernels_has_a_control_that_must_be_caught(name: str, library: Library) -> None:
+    native = catalog.load(name)
+    chains = [library(name), *(library(name, only=(step.name,)) for step in native.steps[1:])]
+    for chain in chains:
+        caught = {
+            (c.edge.writer, c.edge.reader, c.edge.buffer)
+            for c, expectation in expectations(chain, plan_controls(chain, ("F00", "F02", "F07"), DELAYS_US))
+            if expectation.expected == "caught"
+        }
+        assert caught == {(e.writer, e.reader, e.buffer) for e in chain.data_edges}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_control_of_library_kernels_leaves_the_reader_its_own_binary(name: str, library: Library) -> None:
+    """What is under test is that very kernel; all else may be a stand-in."""
+    chain = library(name)
+    for control in plan_controls(chain, None, (2.0,)):
+        edge, broken = control.edge, control.apply(chain)
+        reader = broken[edge.reader]
+        assert reader.op.run is chain[edge.reader].op.run
+        assert not reader.source
+        assert reader.delay_us is None
+        assert reader.contract.trigger is chain[edge.reader].contract.trigger
+        if not control.late_rows:
+            assert broken[edge.writer].source
+            assert broken[edge.writer].delay_us == 2.0
+        for step in chain.steps:
+            if step.name not in (edge.writer, edge.reader, *edge.between):
+                left = broken[step.name]
+                assert (left.op, left.delay_us) == (step.op, None), f"{control.name} changes {step.name}"
+            elif step.name in edge.between:
+                between = broken[step.name]
+                assert between.patch is None
+                assert between.delay_us is None
+                assert between is step or between.source
+        never = reader.contract.wait is Wait.NEVER
+        assert reader.patch == (Patch(None) if never else Patch(()) if control.variant == RELOADED else None)
+        assert [s.name for s in broken.steps if s.patch] == ([edge.reader] if reader.patch else [])
+
+
+def test_a_reloaded_kernel_runs_under_the_perturbation_that_shows_a_removed_wait(library: Library) -> None:
+    """The twin of F02 has to be clean where the fault would show: writer late, and every step between let by."""
+    chain = library("csa2-fused-m1")
+    for edge in chain.data_edges:
+        (twin,) = (c for c in plan_controls(chain, ("F02",), (10.0,)) if c.edge == edge and c.variant == RELOADED)
+        changes = dict(twin.changes)
+        assert changes.pop(edge.reader) == {"patch": Patch(())}
+        assert changes == perturbation(edge, 10.0)
+        assert twin.apply(chain)[edge.reader].contract == chain[edge.reader].contract
+
+
+@pytest.mark.parametrize("site", [0, 1, 2])
+def test_a_control_with_one_wait_removed_says_which_and_promises_nothing(site: int, library: Library) -> None:
+    chain = library("csa2-fused-m1")
+    for edge in chain.data_edges:
+        for delay in (0.0, 10.0):
+            control = one_wait_removed(edge, delay, site)
+            assert control.name == f"F02 wait {site} removed @ {edge.writer}->{edge.reader}, {delay:g} us"
+            assert control.changes == {**perturbation(edge, delay), edge.reader: {"patch": Patch((site,))}}
+            expectation = control.expectation(chain)
+            assert expectation.expected == "unpromised"
+            assert "one wait of several was removed" in expectation.reason
+
+
+def test_the_explicit_patch_of_a_control_is_its_readers() -> None:
+    edge = DataEdge("p", "c", "x", "a")
+    assert Control("F02", "v", edge, 1.0, {"c": {"patch": Patch((1,))}, "p": {"patch": Patch(())}}).patch == Patch((1,))
+    assert Control("F02", "v", edge, 1.0, {"c": {"wait": Wait.NEVER}, "p": {"patch": Patch(())}}).patch is None
+    assert Control("F02", "v", edge, 1.0).patch is None
+
+
+def test_a_removed_wait_is_expected_to_show_and_a_reloaded_kernel_to_be_clean() -> None:
+    chain = library_chain()
+    for edge in chain.data_edges:
+        mine = [c for c in plan_controls(chain, ("F02",), (10.0,)) if c.edge == edge]
+        expected = {c.variant: found.expected for c, found in expectations(chain, mine)}
+        assert expected == {"never waits": "caught", RELOADED: "clean"}
+        by_variant = {c.variant: c for c in mine}
+        assert by_variant[RELOADED].patch == Patch(())
+        single = one_wait_removed(edge, 10.0, 1)
+        assert single.patch == Patch((1,))
+        assert single.apply(chain)[edge.reader].patch == Patch((1,))
+        assert single.expectation(chain).expected == "unpromised", "other waits may still order the read"
+        ((_, same),) = expectations(chain, [single])
+        assert same == single.expectation(chain)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_native_kernels_are_never_patched(name: str) -> None:
+    chain = catalog.load(name)
+    controls = plan_controls(chain, None, (10.0,))
+    assert not any(step.patch for control in controls for step in control.apply(chain).steps)
+    assert RELOADED not in {control.variant for control in controls}
 
 
 # --- planting ------------------------------------------------------------------------------------------------------
@@ -346,9 +486,27 @@ def test_an_unknown_name_in_a_plant_is_refused(text: str, words: str) -> None:
         plant(catalog.load("csa2-fused-m1"), text)
 
 
-def test_a_plant_in_an_op_that_cannot_be_rebuilt_is_a_usage_error() -> None:
+def test_what_can_be_planted_in_an_op_that_cannot_be_rebuilt() -> None:
+    control = plant(library_chain(), "F02@second")
+    assert (control.variant, control.apply(library_chain())["second"].patch) == ("never waits", Patch(None))
     with pytest.raises(UsageError, match="cannot be caught at 'second' of 'library'; steps where it can: none"):
-        plant(library_chain(), "F02@second")
+        plant(library_chain(), "F04@second")
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_faults_are_planted_in_library_kernels_where_native_ones_take_them(
+    name: str, fault: str, library: Library
+) -> None:
+    chain = library(name)
+    possible = PLANTABLE[name][fault] if fault in ("F00", "F02", "F07", "F28") else []
+    for step in chain.steps:
+        if step.name in possible:
+            control = plant(chain, f"{fault}@{step.name}")
+            assert model.explain(control.apply(chain), control.edge, model.OBSERVED_SM90) is not None
+        else:
+            with pytest.raises(UsageError, match=f"cannot be caught at '{step.name}'"):
+                plant(chain, f"{fault}@{step.name}")
 
 
 # --- one more fault ------------------------------------------------------------------------------------------------

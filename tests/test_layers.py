@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(p for folder in ("pdl_stress", "fusions") for p in (ROOT / folder).rglob("*.py"))
 CPU_ONLY = (
-    *("model", "statistics", "verdict", "outcome", "results", "report", "chain", "contract", "op", "faults"),
-    *("errors", "jobs", "plan", "collect", "record"),
+    *("model", "statistics", "verdict", "outcome", "results", "report", "buffers", "chain", "contract", "op", "faults"),
+    *("errors", "jobs", "plan", "collect", "record", "sass"),
 )
 
 
@@ -44,6 +44,7 @@ def test_a_module_imports_only_what_lies_below_it(path: Path) -> None:
         assert not {w for w in wanted if w == "fusions" or w.startswith("fusions.")}
     part = name.removeprefix("pdl_stress.").split(".")[0]
     if part in CPU_ONLY:
+        wanted = {w for w in wanted if not w.startswith("cuda.pathfinder")}  # it finds files, and loads no driver
         assert not {w for w in wanted if w.split(".")[0] in ("torch", "cuda") or w.startswith("pdl_stress.cuda")}
 
 
@@ -61,6 +62,18 @@ def test_the_command_line_and_the_model_load_neither_torch_nor_cuda() -> None:
         "[catalog.load(n) for n in catalog.SHIPPED];"
         "bad = [m for m in ('torch', 'cuda.bindings', 'cuda.core') if m in sys.modules];"
         "print(bad); sys.exit(bool(bad))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_touches_a_gpu_can_be_imported_without_a_driver_and_loads_torch_only_when_it_runs() -> None:
+    """The parent of a worker, and every test of what these modules compute, runs where there may be no GPU."""
+    code = (
+        "import importlib, pkgutil, sys, pdl_stress.cuda as package;"
+        "[importlib.import_module(f'pdl_stress.cuda.{m.name}') for m in pkgutil.iter_modules(package.__path__)];"
+        "bad = [m for m in ('torch', 'cuda.bindings', 'cuda.core') if m in sys.modules];"
+        "print(bad); sys.exit(bool(bad) or 'pdl_stress.cuda.profiler' not in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

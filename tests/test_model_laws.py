@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from pdl_stress import Chain, KernelContract, Op, Trigger, Wait, model
-from pdl_stress.chain import Buffer, Role, covered
+from pdl_stress.buffers import Buffer, Role, covered
 from pdl_stress.model import DOCUMENTED, OBSERVED_SM90, Race, RuleSet, find_races
 from pdl_stress.model.events import Cell, Kind, Structure, build
 from pdl_stress.model.order import races_of, without

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -10,10 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdl_stress import UsageError, catalog, model
-from pdl_stress.faults import ALL_DELAYS_US, DELAYS_US, FAULTS
-from pdl_stress.jobs import ArmJob, ControlJob, ExposureJob
-from pdl_stress.plan import CONTROL_REPLAYS, MOST_DELAY_US, REPLAYS, TIME_LIMIT_S, Plan, clean_jobs, control_jobs
+from pdl_stress import Chain, UsageError, catalog, model
+from pdl_stress.chain import Patch
+from pdl_stress.faults import ALL_DELAYS_US, DELAYS_US, FAULTS, RELOADED, Control
+from pdl_stress.jobs import ArmJob, CensusJob, ControlJob, ExposureJob, Job
+from pdl_stress.plan import (
+    CONTROL_REPLAYS,
+    MOST_DELAY_US,
+    REPLAYS,
+    TIME_LIMIT_S,
+    Plan,
+    clean_jobs,
+    control_jobs,
+    exposure_jobs,
+    uncontrolled,
+)
+from pdl_stress.results import NodeResult
 from pdl_stress.statistics import upper_bound
 
 NAN, INF = math.nan, math.inf
@@ -126,11 +140,15 @@ def test_numbers_of_numpy_are_numbers() -> None:
 # --- jobs ----------------------------------------------------------------------------------------------------------
 
 
+def all_jobs(chain: Chain, plan: Plan) -> list[Job]:
+    return [*clean_jobs(chain, plan), *exposure_jobs(chain, plan), *control_jobs(chain, plan)]
+
+
 @pytest.mark.parametrize("name", catalog.SHIPPED)
 def test_every_job_names_the_chain_that_was_judged(name: str) -> None:
     chain = catalog.load(name)
-    jobs = [*clean_jobs(chain, Plan()), *control_jobs(chain, Plan()), *clean_jobs(chain, Plan(planted="F01@q_norm"))]
-    assert {type(job) for job in jobs} == {ArmJob, ExposureJob, ControlJob}
+    jobs = [*all_jobs(chain, Plan()), *all_jobs(chain, Plan(planted="F01@q_norm"))]
+    assert {type(job) for job in jobs} == {CensusJob, ArmJob, ExposureJob, ControlJob}
     assert {(job.chain, job.fingerprint) for job in jobs} == {(name, chain.fingerprint)}
 
 
@@ -141,7 +159,7 @@ def test_no_job_is_planned_twice(name: str) -> None:
         catalog.load(name),
         Plan(delays_us=(*ALL_DELAYS_US, *ALL_DELAYS_US), faults=("F02", "F02@q_norm", "F02")),
     )
-    texts = [job.describe() for job in (*clean_jobs(chain, plan), *control_jobs(chain, plan))]
+    texts = [job.describe() for job in all_jobs(chain, plan)]
     assert len(set(texts)) == len(texts)
 
 
@@ -159,13 +177,14 @@ def test_a_planted_chain_runs_its_fault_and_nothing_else() -> None:
     assert (serialized.name, serialized.serialized, serialized.replays) == ("planted, serialized", True, 7)
     assert plain.planted == serialized.planted
     assert plain.planted is not None
-    assert control_jobs(chain, plan) == []
+    assert control_jobs(chain, plan) == exposure_jobs(chain, plan) == []
 
 
 def test_jobs_say_what_they_are() -> None:
     chain = catalog.load("csa2-fused-m1")
-    texts = {job.describe() for job in (*clean_jobs(chain, Plan()), *control_jobs(chain, Plan()))}
+    texts = {job.describe() for job in all_jobs(chain, Plan())}
     assert {
+        "census of the graph",
         "arm as deployed",
         "arm as deployed, weights rotated",
         "arm back to back, delayed (kv_norm, 10 us)",
@@ -175,9 +194,236 @@ def test_jobs_say_what_they_are() -> None:
     } <= texts
 
 
-def test_jobs_travel_between_processes() -> None:
-    import pickle
+Library = Callable[..., Chain]
 
+
+def test_jobs_travel_between_processes(library: Library) -> None:
     chain = catalog.load("csa2-fused-m1")
-    jobs = [*clean_jobs(chain, Plan()), *control_jobs(chain, Plan())]
+    fixed = library("csa2-separate-m1")
+    jobs = [
+        *all_jobs(chain, Plan()),
+        *all_jobs(chain, Plan(planted="F02@q_norm")),
+        *all_jobs(fixed, Plan()),
+        *control_jobs(fixed, Plan(), found_in(fixed, 3)),
+    ]
+    assert any(job.control.patch for job in jobs if isinstance(job, ControlJob))
     assert pickle.loads(pickle.dumps(jobs)) == jobs
+
+
+# --- chains of kernels that cannot be rebuilt ------------------------------------------------------------------------
+
+FUSED = "csa2-fused-m1"
+NAMES = list(catalog.SHIPPED)
+
+
+def node(step: str, waits: int | None, code: str = "lib.so", kind: str = "kernel") -> NodeResult:
+    return NodeResult(kind, f"kernel of {step}", step=step, waits=waits, code=code)
+
+
+def found_in(chain: Chain, waits: int | None = 1, **other: int | None) -> list[NodeResult]:
+    """A census: one kernel a step with so many waits; ``other``: per step."""
+    return [node(step.name, other.get(step.name, waits)) for step in chain.steps]
+
+
+def controls_of(jobs: list[Job]) -> list[Control]:
+    return [job.control for job in jobs if isinstance(job, ControlJob)]
+
+
+def patched(chain: Chain, control: Control) -> list[str]:
+    """The steps whose machine code the control changes."""
+    return [step.name for step in control.apply(chain).steps if step.patch is not None]
+
+
+def test_the_census_comes_first_and_no_clean_job_is_an_exposure(library: Library) -> None:
+    """A broken census must stop its case before anything is graded."""
+    for chain in (catalog.load(FUSED), library(FUSED)):
+        first, *rest = clean_jobs(chain, Plan())
+        assert first == CensusJob(FUSED, chain.fingerprint)
+        assert {type(job) for job in rest} == {ArmJob}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exposure_needs_the_profiler_once_one_kernel_cannot_be_stamped(name: str, library: Library) -> None:
+    def profiled(chain: Chain) -> set[bool]:
+        return {job.profiled for job in exposure_jobs(chain, Plan()) if isinstance(job, ExposureJob)}
+
+    assert profiled(catalog.load(name)) == {False}
+    assert profiled(library(name)) == {True}
+    assert profiled(library(name, only=("q_norm",))) == {True}, "also where it is never delayed itself"
+
+
+def test_exposure_jobs_say_who_is_late_and_how(library: Library) -> None:
+    chain = library(FUSED, only=("projection", "kv_norm"))
+    jobs = [job for job in exposure_jobs(chain, Plan()) if isinstance(job, ExposureJob)]
+    assert [(job.name, job.back_to_back) for job in jobs] == [
+        ("as deployed", False),
+        ("delayed (producer, 10 us)", False),
+        ("delayed (input_norm, 10 us)", False),
+        ("early release (projection, 10 us)", False),
+        ("delayed (q_norm, 10 us)", False),
+        ("back to back, early release (kv_norm, 10 us)", True),
+    ]
+    assert jobs[0].changes == {}
+    for job in jobs[1:]:
+        late = [step for step in chain.varied(job.changes).steps if step.delay_us]
+        assert [step.name for step in late] == [job.name.partition("(")[2].partition(",")[0]]
+        assert late[0].delay_us == 10.0
+        assert late[0].contract.trigger == "entry"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_census_that_finds_one_wait_a_kernel_changes_no_control(name: str, library: Library) -> None:
+    chain = library(name)
+    assert uncontrolled(chain, found_in(chain)) == {}
+    assert control_jobs(chain, Plan(), found_in(chain)) == control_jobs(chain, Plan())
+
+
+@pytest.mark.parametrize(("name", "waits"), [(FUSED, None), (FUSED, 0), (FUSED, 3), ("csa2-separate-m4", 2)])
+def test_a_census_says_nothing_about_kernels_that_are_rebuilt(name: str, waits: int | None) -> None:
+    chain = catalog.load(name)
+    nodes = found_in(chain, waits)
+    assert uncontrolled(chain, nodes) == {}
+    assert uncontrolled(chain, []) == {}
+    assert control_jobs(chain, Plan(), nodes) == control_jobs(chain, Plan())
+    assert not any(patched(chain, control) for control in controls_of(control_jobs(chain, Plan(), nodes)))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "why"),
+    [
+        ([node("q_norm", None, "no library holds it")], "no machine code of kernel of q_norm: no library holds it"),
+        ([node("q_norm", 0)], "the machine code of kernel of q_norm (lib.so) holds no wait"),
+        ([node("q_norm", None, kind="memset")], "it launches no kernel"),
+        ([], "it launches no kernel"),
+        (
+            [node("q_norm", 0), node("q_norm", None, "stripped")],
+            "no machine code of kernel of q_norm: stripped",
+        ),
+        (
+            [node("q_norm", 1), node("q_norm", None, "stripped")],  # its other waits would stay
+            "no machine code of kernel of q_norm: stripped",
+        ),
+    ],
+    ids=["no code", "no wait", "no kernel", "nothing", "two kernels, one without code", "only one of two known"],
+)
+def test_controls_that_need_waits_removed_are_not_planned_where_that_cannot_be(
+    nodes: list[NodeResult], why: str, library: Library
+) -> None:
+    chain = library(FUSED)
+    census = [*(n for n in found_in(chain) if n.step != "q_norm"), *nodes]
+    assert uncontrolled(chain, census) == {"q_norm": why}
+    before, after = controls_of(control_jobs(chain, Plan())), controls_of(control_jobs(chain, Plan(), census))
+    lost = [control for control in before if control not in after]
+    assert lost
+    assert all("q_norm" in patched(chain, control) for control in lost)
+    assert {control.fault for control in lost} == {"F00", "F02"}
+    assert after == [control for control in before if control not in lost], "and all others are, in order"
+    assert not any("q_norm" in patched(chain, control) for control in after)
+    assert any(control.edge.reader == "q_norm" for control in after), "that its wait orders can be shown all the same"
+
+
+def test_every_step_that_cannot_be_controlled_is_named(library: Library) -> None:
+    chain = library(FUSED)
+    assert list(uncontrolled(chain, found_in(chain, None))) == ["input_norm", "projection", "q_norm", "kv_norm"]
+    assert not any(patched(chain, c) for c in controls_of(control_jobs(chain, Plan(), found_in(chain, None))))
+    mixed = library(FUSED, only=("projection",))
+    assert list(uncontrolled(mixed, found_in(mixed, None))) == ["projection"]
+
+
+def test_a_step_that_reads_no_other_steps_output_has_no_wait_to_control() -> None:
+    from pdl_stress import KernelContract, Op
+
+    contract = KernelContract(("a",), ("o",))
+    fixed = Op("library", contract, lambda **_: None, contract)
+    chain = Chain("free")
+    x, y = chain.buffer("x", (4,), "float32"), chain.buffer("y", (4,), "float32")
+    chain.step("reads", fixed, a=chain.input("h", (4,), "float32"), o=x)
+    chain.step("free", fixed, a=chain.constant("w", (4,), "float32"), o=y)
+    assert list(uncontrolled(chain, found_in(chain, None))) == ["reads"]
+
+
+# --- several waits in one kernel -------------------------------------------------------------------------------------
+
+
+def single(control: Control) -> bool:
+    return control.patch is not None and bool(control.patch.remove)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_each_of_several_waits_is_removed_alone_on_each_edge_and_window(
+    name: str, count: int, library: Library
+) -> None:
+    chain = library(name)
+    reader = chain.steps[-1].name
+    jobs = control_jobs(chain, Plan(), found_in(chain, **{reader: count}))
+    found = [control for control in controls_of(jobs) if single(control)]
+    edges = [edge for edge in chain.data_edges if edge.reader == reader]
+    assert edges
+    sites = range(count) if count > 1 else ()  # of one wait it would be the control that removes all
+    assert sorted((c.edge.writer, c.patch.remove, c.delay_us) for c in found if c.patch and c.patch.remove) == sorted(
+        (edge.writer, (site,), delay) for edge in edges for site in sites for delay in DELAYS_US
+    )
+    for control in found:
+        assert (control.fault, patched(chain, control)) == ("F02", [reader])
+        assert control.apply(chain)[control.edge.writer].delay_us == control.delay_us
+    assert {job.expected for job in jobs if isinstance(job, ControlJob) and single(job.control)} <= {"unpromised"}
+    texts = [job.describe() for job in jobs]
+    assert len(set(texts)) == len(texts)
+
+
+def test_waits_are_counted_over_all_kernels_of_a_step(library: Library) -> None:
+    chain = library(FUSED)
+    census = [*found_in(chain), node("q_norm", 2), node("q_norm", None, kind="memcpy")]
+    found = [control for control in controls_of(control_jobs(chain, Plan(), census)) if single(control)]
+    assert {(c.edge.reader, c.patch) for c in found} == {("q_norm", Patch((site,))) for site in (0, 1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("faults", "readers"),
+    [
+        (None, {"q_norm", "kv_norm"}),
+        (("F02",), {"q_norm", "kv_norm"}),
+        (("F02@q_norm",), {"q_norm"}),
+        (("F02@q_norm", "F07"), {"q_norm"}),
+        (("F02@projection",), set()),
+        (("F00", "F07"), set()),
+        ((), set()),
+    ],
+)
+def test_only_chosen_faults_are_planned_after_the_census_too(
+    faults: tuple[str, ...] | None, readers: set[str], library: Library
+) -> None:
+    chain = library(FUSED)
+    plan = Plan(faults=faults)
+    jobs = control_jobs(chain, plan, found_in(chain, q_norm=3, kv_norm=2))
+    assert {control.edge.reader for control in controls_of(jobs) if single(control)} == readers
+    assert [job for job in jobs if isinstance(job, ControlJob) and not single(job.control)] == control_jobs(chain, plan)
+
+
+def test_single_waits_run_in_the_windows_asked_for(library: Library) -> None:
+    chain = library(FUSED)
+    jobs = control_jobs(chain, Plan(delays_us=(3.0, 7.0)), found_in(chain, q_norm=2))
+    assert [(c.patch, c.delay_us) for c in controls_of(jobs) if single(c)] == [
+        (Patch((site,)), delay) for site in (0, 1) for delay in (3.0, 7.0)
+    ]
+
+
+def test_a_chain_that_is_partly_native_has_patched_controls_for_the_rest_only(library: Library) -> None:
+    chain = library(FUSED, only=("q_norm",))
+    jobs = control_jobs(chain, Plan(), found_in(chain, 2))
+    changed = {step for control in controls_of(jobs) for step in patched(chain, control)}
+    assert changed == {"q_norm"}
+    assert {c.edge.reader for c in controls_of(jobs) if c.variant == RELOADED} == {"q_norm"}
+    assert {c.edge.reader for c in controls_of(jobs) if single(c)} == {"q_norm"}
+
+
+def test_a_planted_chain_of_a_library_runs_its_fault_and_nothing_else(library: Library) -> None:
+    chain = library(FUSED)
+    plan = Plan(planted="F02@q_norm")
+    plain, serialized = clean_jobs(chain, plan)
+    assert isinstance(plain, ArmJob)
+    assert plain.variant(chain)["q_norm"].patch == Patch(None)
+    assert isinstance(serialized, ArmJob)
+    assert serialized.serialized
+    assert control_jobs(chain, plan, found_in(chain, 3)) == exposure_jobs(chain, plan) == []

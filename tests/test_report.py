@@ -25,6 +25,7 @@ from pdl_stress.results import (
     DataEdgeResult,
     EdgeResult,
     Mismatch,
+    NodeResult,
     RunResult,
 )
 
@@ -45,6 +46,15 @@ def gpu_case() -> CaseResult:
     case.controls.append(control(10.0, 0, "clean", "clean", variant="twin"))
     case.model, case.sass, case.seconds = "ordered under «documented»", {"rmsnorm": "no ACQBULK"}, 12.5
     case.window_us = 2.0
+    case.nodes = [
+        NodeResult(
+            "kernel", "gemm<128>", "_Z4gemmILi128EEvPv", "projection", [112, 1, 1], [384, 1, 1], 98304,
+            ["cluster 2x1x1"], ["programmatic"], 3, 1, "libgemm.so",
+        ),
+        NodeResult("memset", step="q_norm", incoming=["full"]),
+    ]  # fmt: skip
+    case.uncontrolled = {"kv_norm": "no machine code of norm: stripped"}
+    case.exposure = "profiler, 128 replays, resolution 32 ns"
     return case
 
 
@@ -104,6 +114,19 @@ def test_the_file_has_the_published_fields_in_order() -> None:
             "overlapped_in": ["as deployed"],
         }
     ]
+    assert case["nodes"] == [
+        {
+            "kind": "kernel", "name": "gemm<128>", "symbol": "_Z4gemmILi128EEvPv", "step": "projection",
+            "grid": [112, 1, 1], "block": [384, 1, 1], "shared_bytes": 98304, "attributes": ["cluster 2x1x1"],
+            "incoming": ["programmatic"], "waits": 3, "triggers": 1, "code": "libgemm.so",
+        },
+        {
+            "kind": "memset", "name": "", "symbol": "", "step": "q_norm", "grid": [], "block": [], "shared_bytes": 0,
+            "attributes": [], "incoming": ["full"], "waits": None, "triggers": None, "code": "",
+        },
+    ]  # fmt: skip
+    assert case["uncontrolled"] == {"kv_norm": "no machine code of norm: stripped"}
+    assert case["exposure"] == "profiler, 128 replays, resolution 32 ns"
     assert case["controls"][1]["kills"] == 256
     assert case["controls"][1]["cause_checked"] is True
 
@@ -161,6 +184,10 @@ CONTROLS = st.builds(
     ControlResult, *[TEXT] * 6, NUMBER, TEXT, TEXT, COUNT, COUNT, st.none() | st.booleans(), TEXT, TEXT
 )  # fmt: skip
 TEXTS = st.lists(TEXT, max_size=3)
+COUNTS = st.lists(COUNT, max_size=3)
+NODES = st.builds(
+    NodeResult, TEXT, TEXT, TEXT, TEXT, COUNTS, COUNTS, COUNT, TEXTS, TEXTS, st.none() | COUNT, st.none() | COUNT, TEXT
+)  # fmt: skip
 CASES = st.builds(
     CaseResult, TEXT, TEXT, TEXTS, st.just("cuda"), st.sampled_from(Outcome),
     reasons=TEXTS, arms=st.lists(ARMS, max_size=2), replays_per_second=st.none() | COUNT, pool=st.none() | COUNT,
@@ -169,6 +196,7 @@ CASES = st.builds(
     controls=st.lists(CONTROLS, max_size=2), model=TEXT, timeline=TEXTS, errors=TEXTS, blockers=TEXTS, planted=TEXT,
     requested_replays=COUNT, sass=st.dictionaries(TEXT, TEXT, max_size=2), seconds=NUMBER,
     window_us=st.none() | NUMBER, rules=TEXT, faults=st.none() | TEXTS, reuses=TEXTS, planned=st.tuples(COUNT, COUNT),
+    nodes=st.lists(NODES, max_size=2), uncontrolled=st.dictionaries(TEXT, TEXT, max_size=2), exposure=TEXT,
 )  # fmt: skip
 
 
@@ -303,6 +331,13 @@ def test_nested_beyond_reason_is_refused(tmp_path: Path) -> None:
         (lambda data: data["cases"][0].update(planned=["1", 2]), "planned is '1', expected int"),
         (lambda data: data["cases"][0].update(planned={}), "planned is '{}', expected tuple"),
         (lambda data: data["cases"][0].update(faults="F02"), "faults is 'F02', expected"),
+        (lambda data: data["cases"][0]["nodes"][1].pop("kind"), r"cases\[0\].nodes\[1\] has no 'kind'"),
+        (lambda data: data["cases"][0]["nodes"][0].update(waits="3"), r"nodes\[0\].waits is '3', expected int"),
+        (lambda data: data["cases"][0]["nodes"][0].update(grid=[1.5]), r"grid\[0\] is '1.5', expected int"),
+        (lambda data: data["cases"][0].update(nodes={}), "nodes is '{}', expected list"),
+        (lambda data: data["cases"][0].update(uncontrolled=["q_norm"]), "uncontrolled is .*, expected dict"),
+        (lambda data: data["cases"][0].update(uncontrolled={"q_norm": 1}), "uncontrolled.q_norm is '1', expected str"),
+        (lambda data: data["cases"][0].update(exposure=None), "exposure is 'None', expected str"),
     ],
 )
 def test_the_refusal_says_what_is_wrong(tmp_path: Path, change: Any, words: str) -> None:
@@ -316,6 +351,15 @@ def test_unknown_fields_of_a_later_version_are_ignored(tmp_path: Path) -> None:
     data = json.loads(TEXT_OF_A_PASS)
     data["later"] = data["cases"][0]["later"] = 1
     assert read(tmp_path, json.dumps(data)) == run_of(gpu_case())
+
+
+def test_results_of_a_version_without_a_census_are_still_read(tmp_path: Path) -> None:
+    """What is absent was not found, and no verdict rests on it."""
+    data = json.loads(TEXT_OF_A_PASS)
+    for key in ("nodes", "uncontrolled", "exposure"):
+        del data["cases"][0][key]
+    (case,) = read(tmp_path, json.dumps(data)).cases
+    assert (case.nodes, case.uncontrolled, case.exposure) == ([], {}, "")
 
 
 # --- tables --------------------------------------------------------------------------------------------------------
@@ -398,6 +442,11 @@ def test_details_of_a_gpu_run() -> None:
     text = show(gpu_case(), everything=True)
     assert cells(text, "as deployed") == ["as deployed", "", "", "20,000", "0", "0.00015", "13.5"]
     assert cells(text, "delayed") == ["delayed", "projection", "10", "20,000", "0", "0.00015", "45.0"]
+    assert cells(text, "projection") == [
+        "projection", "gemm<128>", "112", "384", "3", "1", "programmatic", "libgemm.so"
+    ]  # fmt: skip
+    assert cells(text, "q_norm") == ["q_norm", "memset", "", "", "", "", "full"]
+    assert "by profiler, 128 replays, resolution 32 ns" in text
     rows = [line for line in text.splitlines() if "projection -> q_norm" in line]
     assert any("graph, programmatic" in row and "97%" in row and "as deployed" in row for row in rows)
     assert any("data, qkv" in row and "delayed (projection, 10 us)" in row for row in rows)
@@ -406,6 +455,22 @@ def test_details_of_a_gpu_run() -> None:
     assert "0/256" in row
     assert "256/256" in row
     assert "must be clean" in next(row for row in rows if "twin" in row)
+
+
+def test_what_the_machine_code_could_not_tell_is_not_shown_as_none() -> None:
+    case = gpu_case()
+    case.nodes = [NodeResult("kernel", "norm", step="q_norm", grid=[2, 3, 1], block=[32, 2, 2], code="no code")]
+    text = show(case, everything=True)
+    assert cells(text, "q_norm") == ["q_norm", "norm", "6", "128", "?", "?", "", "no code"]
+
+
+def test_a_case_without_a_census_has_no_table_of_its_graph() -> None:
+    case = gpu_case()
+    assert "graph as deployed" in show(case, everything=True)
+    case.nodes, case.exposure = [], ""
+    text = show(case, everything=True)
+    assert "graph as deployed" not in text
+    assert "by profiler" not in text
 
 
 @pytest.mark.parametrize(
@@ -488,14 +553,17 @@ def marked() -> CaseResult:
     case.controls = [ControlResult(MARKUP, MARKUP, MARKUP, MARKUP, MARKUP, MARKUP, 1.0, MARKUP, MARKUP, verdict=MARKUP)]
     case.model = case.planted = MARKUP
     case.timeline = [MARKUP]
+    case.nodes = [NodeResult("kernel", MARKUP, MARKUP, MARKUP, incoming=[MARKUP], waits=1, triggers=1, code=MARKUP)]
+    case.exposure = MARKUP
     return case
 
 
 def test_names_that_look_like_markup_are_shown_as_they_are() -> None:
     text = show(marked(), everything=True, width=400)
     expected = {
-        "chain, in two lines and three titles": 5, "ops": 1, "planted, model, reason, timeline": 4, "fault, twice": 2,
+        "chain, in two lines and four titles": 6, "ops": 1, "planted, model, reason, timeline": 4, "fault, twice": 2,
         "arm and its step": 2, "graph edge": 4, "data edge": 4, "control: variant, edge, expected, verdict": 5,
+        "node: step, name, edges, code": 4, "exposure": 1,
     }  # fmt: skip
     assert text.count(MARKUP) == sum(expected.values())
 
@@ -513,7 +581,7 @@ def test_no_text_breaks_a_table(case: CaseResult) -> None:
 @given(text=st.text(alphabet="[]/\\abred =#@\n", max_size=20))
 def test_no_markup_breaks_a_table(text: str) -> None:
     case = marked()
-    for holder in (case, case.arms[0], case.edges[0], case.data_edges[0], case.controls[0]):
+    for holder in (case, case.arms[0], case.edges[0], case.data_edges[0], case.controls[0], case.nodes[0]):
         for name, value in vars(holder).items():
             if value == MARKUP:
                 setattr(holder, name, text)

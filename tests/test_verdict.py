@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdl_stress.faults import RELOADED
 from pdl_stress.outcome import USAGE_EXIT_CODE, Outcome, worst
 from pdl_stress.results import ArmResult, CaseResult, ControlResult, DataEdgeResult, EdgeResult, Mismatch
 from pdl_stress.statistics import upper_bound
@@ -33,6 +34,7 @@ def passing() -> CaseResult:
     arms += [ArmResult("delayed", REPLAYS, 0, upper_bound(REPLAYS), 10.0, step) for step in ("p", "c", "d")]
     case = CaseResult("chain", "native", ["k"], "cuda", arms=arms, pool=256, requested_replays=REPLAYS)
     case.edges = [EdgeResult(a, b, "programmatic", 1.0, ["as deployed"]) for a, b in (("p", "c"), ("c", "d"))]
+    case.exposure = "time stamps, 128 replays"
     case.data_edges = [
         DataEdgeResult("p", "c", "x", ["delayed (p, 10 us)"]),
         DataEdgeResult("c", "d", "y", ["delayed (c, 10 us)"]),
@@ -178,6 +180,16 @@ BROKEN: dict[str, tuple[Break, Outcome, str]] = {
         INCONCLUSIVE,
         "d writes x, which c reads: no control covers that order yet",
     ),
+    "a step whose waits cannot be removed": (
+        lambda c: c.uncontrolled.update(d="no machine code of k: stripped"),
+        INCONCLUSIVE,
+        "no control of d is possible: no machine code of k: stripped",
+    ),
+    "a kernel that cannot be exchanged for itself": (
+        lambda c: vars(c.controls[2]).update(fault="F02", variant=RELOADED, kills=256, verdict="dirty"),
+        INCONCLUSIVE,
+        f"control F02 ({RELOADED}) on p->c, 10 us must be clean, and 256 of 256 replays differ: its machine code",
+    ),
     "a must-catch control missed": (
         lambda c: vars(c.controls[0]).update(verdict="missed", kills=17),
         INCONCLUSIVE,
@@ -244,10 +256,15 @@ BROKEN: dict[str, tuple[Break, Outcome, str]] = {
         INCONCLUSIVE,
         "graph edge c->d overlapped in no arm",
     ),
+    "an edge whose overlap was not measured": (
+        lambda c: vars(c.edges[1]).update(overlap=None, overlapped_in=[]),
+        INCONCLUSIVE,
+        "graph edge c->d overlapped in no arm",
+    ),
     "a data edge never exposed": (
         lambda c: c.data_edges[1].exposed_by.clear(),
         INCONCLUSIVE,
-        "data edge c->d through y was never exposed",
+        "data edge c->d through y was never exposed (time stamps, 128 replays)",
     ),
     "no data edge": (
         lambda c: planned_anew(c, lambda: vars(c).update(data_edges=[], controls=[])),
@@ -324,11 +341,64 @@ def test_a_perturbation_that_showed_an_unpromised_fault_needs_its_clean_arm_too(
     assert judge_hardware(planned(case)) == (PASS, [])
 
 
-def test_stamps_that_an_op_lacks_are_not_held_against_an_edge() -> None:
-    """``overlap`` is None where nothing could be stamped; exposure still has to be shown."""
+def test_an_edge_whose_overlap_was_never_measured_is_not_shown_to_overlap() -> None:
+    """``overlap`` is None where nothing could be measured: that is no evidence either."""
     case = passing()
     vars(case.edges[0]).update(overlap=None, overlapped_in=[])
-    assert judge_hardware(case) == (PASS, [])
+    assert judge_hardware(case) == (INCONCLUSIVE, ["graph edge p->c overlapped in no arm"])
+
+
+def test_how_exposure_was_measured_stands_in_the_reason() -> None:
+    """The reader must learn whether the edge cannot be exposed or the profiler failed."""
+    for method, shown in (
+        ("time stamps, 128 replays", "time stamps, 128 replays"),
+        ("the profiler gave no valid records: it recorded no kernel",) * 2,
+        ("", "not measured"),
+    ):
+        case = passing()
+        case.exposure = method
+        case.data_edges[1].exposed_by.clear()
+        assert judge_hardware(case) == (INCONCLUSIVE, [f"data edge c->d through y was never exposed ({shown})"])
+
+
+@pytest.mark.parametrize("kills", [1, 256])
+def test_only_the_kernel_that_was_loaded_again_may_differ_without_a_fail(kills: int) -> None:
+    """Any other twin that kills shows a fault; this one shows that its kernel cannot be exchanged for itself."""
+    for variant, outcome in ((RELOADED, INCONCLUSIVE), ("twin", FAIL), ("loaded again", FAIL)):
+        case = passing()
+        vars(case.controls[2]).update(variant=variant, fault="F02", kills=kills, verdict="dirty")
+        got, (reason,) = judge_hardware(case)
+        assert got is outcome
+        assert ("its machine code cannot be exchanged like that" in reason) is (outcome is INCONCLUSIVE)
+        assert f"{kills} of 256 replays differ" in reason
+
+
+def test_a_reloaded_kernel_that_did_not_run_is_no_twin_either() -> None:
+    case = passing()
+    vars(case.controls[2]).update(variant=RELOADED, replays=0)
+    outcome, (reason,) = judge_hardware(case)
+    assert outcome is INCONCLUSIVE
+    assert "must be shown clean and was not: clean after 0 replays" in reason
+
+
+def test_a_clean_reloaded_kernel_and_an_unpromised_single_wait_cost_nothing() -> None:
+    case = passing()
+    case.controls.append(control("clean", "clean", variant=RELOADED))
+    case.controls.append(control("unpromised", "seen", variant="wait 1 removed", kills=256, cause_checked=True))
+    case.controls.append(control("unpromised", "not seen", variant="wait 0 removed"))
+    assert judge_hardware(planned(case)) == (PASS, [])
+
+
+def test_every_step_without_a_control_is_named() -> None:
+    case = passing()
+    case.uncontrolled = {"c": "no machine code of k: stripped", "d": "it launches no kernel"}
+    assert judge_hardware(case) == (
+        INCONCLUSIVE,
+        [
+            "no control of c is possible: no machine code of k: stripped",
+            "no control of d is possible: it launches no kernel",
+        ],
+    )
 
 
 def test_an_edge_may_overlap_in_a_perturbed_arm_only() -> None:

@@ -23,7 +23,7 @@ from pdl_stress.chain import DataEdge
 from pdl_stress.cuda import worker as module
 from pdl_stress.cuda.worker import Worker, WorkerFailed
 from pdl_stress.faults import Control
-from pdl_stress.jobs import ArmJob, ControlJob, ExposureJob
+from pdl_stress.jobs import ArmJob, CensusJob, ControlJob, ExposureJob
 
 ROOT = Path(__file__).resolve().parent.parent
 EDGE = DataEdge("p", "c", "x", "a")
@@ -262,6 +262,51 @@ def test_ctrl_c_is_for_the_parent_alone(load: Callable[[str], Any]) -> None:
                 worker.execute(job(name))
             os.kill(pids(load)[0], signal.SIGINT)
     assert len(set(pids(load))) == 1
+
+
+def profiled(name: str) -> ExposureJob:
+    return ExposureJob(name, "mark", "as deployed", profiled=True)
+
+
+def test_what_profiles_has_a_process_of_its_own(load: Callable[[str], Any]) -> None:
+    """A profiler changes the timing of everything after it, so nothing is graded where one was."""
+    asked = [job("a"), ArmJob("b", "mark", "as deployed", 10), profiled("c"), profiled("d"), job("e"), profiled("f")]
+    with Worker(load) as worker:
+        for one in asked:
+            with pytest.raises(PdlStressError, match=f"unknown chain '{one.chain}'") as error:
+                worker.execute(one)
+            assert not isinstance(error.value, DeviceError)
+            assert all(is_gone(pid) for pid in pids(load)[:-1] if pid != pids(load)[-1]), "one process at a time"
+    a, b, c, d, e, f = pids(load)
+    assert a == b
+    assert c == d
+    assert len({a, c, e, f}) == 4, "and no process that has profiled is used for anything else"
+    assert all(is_gone(pid) for pid in pids(load))
+
+
+def test_a_process_that_profiles_gets_its_time_to_start(load: Callable[[str], Any]) -> None:
+    """It is a new one: the time limit of a job alone would end it while it imports."""
+    with Worker(load, time_limit=0.05) as worker:
+        for one in (job("first"), profiled("second")):
+            with pytest.raises(PdlStressError, match="unknown chain") as error:
+                worker.execute(one)
+            assert not isinstance(error.value, WorkerFailed)
+
+
+def test_a_crash_while_profiling_costs_its_worker_alone(load: Callable[[str], Any]) -> None:
+    with Worker(load) as worker:
+        with pytest.raises(WorkerFailed, match=r"the worker died \(exit code 7\)"):
+            worker.execute(profiled("crash"))
+        with pytest.raises(PdlStressError, match="unknown chain 'next'"):
+            worker.execute(profiled("next"))
+        with pytest.raises(PdlStressError, match="unknown chain 'last'"):
+            worker.execute(job("last"))
+        assert len(set(pids(load))) == 3
+
+
+def test_a_census_may_take_as_long_as_a_job_without_replays() -> None:
+    assert module._seconds(CensusJob("c", "mark")) == 0.0
+    assert module._seconds(profiled("c")) == 0.0
 
 
 def test_stopping_twice_or_before_the_start_is_fine(load: Callable[[str], Any]) -> None:

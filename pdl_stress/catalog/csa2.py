@@ -2,6 +2,7 @@
 
 ``hidden`` (5120) is normalised, projected to ``q_a`` (1280) and ``kv`` (512), and each part is normalised again.
 *Fused* is one projection over the concatenated weight (one token); *separate* is one per part (1 to 8 tokens).
+Either takes its kernels from an op set.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..chain import Chain
-from . import ops
+from ..op import Op
+from .ops import NATIVE, OpSet
 
 HIDDEN, N_Q, N_KV = 5120, 1280, 512
 EPS = 1e-6
@@ -39,38 +41,38 @@ def gain(size: int) -> Any:
     return make
 
 
-def _norm(chain: Chain, name: str, source: Any, size: int, out: Any) -> None:
+def _norm(chain: Chain, op: Op, name: str, source: Any, size: int, out: Any) -> None:
     weight = chain.constant(f"{name}_gain", (size,), "bfloat16", gain(size))
-    chain.step(name, ops.rmsnorm, input=source, weight=weight, out=out, params={"eps": EPS})
+    chain.step(name, op, input=source, weight=weight, out=out, params={"eps": EPS})
 
 
-def fused(tokens: int = 1) -> Chain:
+def fused(tokens: int = 1, ops: OpSet = NATIVE) -> Chain:
     """One projection of 1792 columns; both norms read their part of its output."""
     chain = Chain(f"csa2-fused-m{tokens}", f"norm, fused projection 5120 -> 1792, two norms; {tokens} token(s)")
     hidden = chain.input("hidden", (tokens, HIDDEN), "bfloat16")
     x = chain.buffer("x", (tokens, HIDDEN), "bfloat16")
     qkv = chain.buffer("qkv", (tokens, N_Q + N_KV), "bfloat16")
     q, kv = chain.buffer("q", (tokens, N_Q), "bfloat16"), chain.buffer("kv", (tokens, N_KV), "bfloat16")
-    _norm(chain, "input_norm", hidden, HIDDEN, x)
+    _norm(chain, ops.rmsnorm, "input_norm", hidden, HIDDEN, x)
     weight = chain.constant("wqkv", (N_Q + N_KV, HIDDEN), "bfloat16", projection_weight(N_Q + N_KV))
-    chain.step("projection", ops.tinygemm2, input=x, weight=weight, out=qkv)
-    _norm(chain, "q_norm", qkv[:, :N_Q], N_Q, q)
-    _norm(chain, "kv_norm", qkv[:, N_Q:], N_KV, kv)
+    chain.step("projection", ops.projection(N_Q + N_KV), input=x, weight=weight, out=qkv)
+    _norm(chain, ops.rmsnorm, "q_norm", qkv[:, :N_Q], N_Q, q)
+    _norm(chain, ops.rmsnorm, "kv_norm", qkv[:, N_Q:], N_KV, kv)
     return chain
 
 
-def separate(tokens: int) -> Chain:
+def separate(tokens: int, ops: OpSet = NATIVE) -> Chain:
     """One projection per part."""
     chain = Chain(f"csa2-separate-m{tokens}", f"norm, projections 5120 -> 1280 and 512, two norms; {tokens} token(s)")
     hidden = chain.input("hidden", (tokens, HIDDEN), "bfloat16")
     x = chain.buffer("x", (tokens, HIDDEN), "bfloat16")
     q_a, kv_a = chain.buffer("q_a", (tokens, N_Q), "bfloat16"), chain.buffer("kv_a", (tokens, N_KV), "bfloat16")
     q, kv = chain.buffer("q", (tokens, N_Q), "bfloat16"), chain.buffer("kv", (tokens, N_KV), "bfloat16")
-    _norm(chain, "input_norm", hidden, HIDDEN, x)
+    _norm(chain, ops.rmsnorm, "input_norm", hidden, HIDDEN, x)
     wq_a = chain.constant("wq_a", (N_Q, HIDDEN), "bfloat16", projection_weight(N_Q))
     wkv = chain.constant("wkv", (N_KV, HIDDEN), "bfloat16", projection_weight(N_KV))
-    chain.step("q_projection", ops.tinygemm2, input=x, weight=wq_a, out=q_a)
-    chain.step("kv_projection", ops.tinygemm2, input=x, weight=wkv, out=kv_a)
-    _norm(chain, "q_norm", q_a, N_Q, q)
-    _norm(chain, "kv_norm", kv_a, N_KV, kv)
+    chain.step("q_projection", ops.projection(N_Q), input=x, weight=wq_a, out=q_a)
+    chain.step("kv_projection", ops.projection(N_KV), input=x, weight=wkv, out=kv_a)
+    _norm(chain, ops.rmsnorm, "q_norm", q_a, N_Q, q)
+    _norm(chain, ops.rmsnorm, "kv_norm", kv_a, N_KV, kv)
     return chain

@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from ..buffers import Role
 from ..chain import PRODUCER, Chain, Step
 from ..errors import DeviceError
+from ..sass.finder import CodeFinder
 from . import graphs
-from .kernels import COUNTERS, NEVER, Harness
+from .captured import Captured
+from .kernels import BLOCK, COUNTERS, NEVER, Harness, Neighbour
 from .memory import WORD, Memory, launch
+from .redirect import redirect
+from .surgery import Surgeon
 
 UNROLL = 16
 SYNC_EVERY = 128
@@ -27,31 +32,6 @@ SYNC_EVERY = 128
 
 class TimeLimit(DeviceError):
     """The GPU did not finish in the time allowed."""
-
-
-@dataclass
-class Captured:
-    """A captured chain. ``last`` maps (replay, step) to the step's last node; keep ``owner`` alive for its memory."""
-
-    owner: Any
-    raw: Any
-    chain: Chain
-    unroll: int
-    rotated: bool
-    back_to_back: bool
-    late: dict[str, Any] = field(default_factory=dict)
-    last: dict[tuple[int, str], Any] = field(default_factory=dict)
-    boundaries: set[int] = field(default_factory=set)
-
-    def between(self, source: str, target: str) -> list[graphs.GraphEdge]:
-        """The graph edges from step ``source`` to its successor ``target``, one per replay."""
-        del target  # a step has one successor in the stream
-        handles = {int(node) for (_, step), node in self.last.items() if step == source}
-        return [e for e in graphs.edges(self.raw) if int(e.source) in handles and int(e.target) not in self.boundaries]
-
-    def serialize(self, edge: tuple[str, str] | None = None) -> int:
-        """Makes one graph edge (in every replay), or all of them, full. Returns how many changed."""
-        return graphs.make_full(self.raw, self.between(*edge) if edge else graphs.edges(self.raw))
 
 
 @dataclass(frozen=True)
@@ -86,6 +66,11 @@ class Bench:
         self.stream = torch.cuda.Stream()
         self.handle: int = self.stream.cuda_stream
         self.harness = Harness(self.stream, index)
+        self.finder = CodeFinder()
+        self.finder.add(self.harness.module)
+        self._asked = False
+        self.surgeon = Surgeon(self.finder)
+        self._neighbours: dict[str, Neighbour] = {}
         self.memory = Memory(chain, self.stream, seed, unroll=unroll)
         device = self.stream.device
         self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
@@ -102,6 +87,7 @@ class Bench:
         unroll: int | None = None,
         rotated: bool = False,
         back_to_back: bool = False,
+        neighbour: str = "",
         stamps: Any = None,
     ) -> Captured:
         """Captures several replays of ``chain`` (this bench's chain, or a variant of it) in one graph.
@@ -110,19 +96,26 @@ class Bench:
             unroll: replays, if not the bench's own number; not for rotated or back-to-back graphs.
             rotated: rotate weight sets so that weights come from memory, not from the L2.
             back_to_back: see the module.
+            neighbour: what runs beside each replay, if anything (:data:`pdl_stress.jobs.NEIGHBOURS`).
             stamps: int64 CUDA tensor ``[unroll, steps, 4]`` to stamp into, or ``None``.
         """
         import torch
 
         self.memory.reference(rotated)
+        self._ask_for_code()
         captured = Captured(None, None, chain, unroll or self.unroll, rotated, back_to_back, self._late_rows(chain))
+        beside = self._neighbour(neighbour) if neighbour else None
         with torch.cuda.stream(self.stream):
             self._warm_up(captured, stamps)
             graph = captured.owner = torch.cuda.CUDAGraph(keep_graph=True)
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 for replay in range(captured.unroll):
+                    if beside:
+                        self._fork(beside)
                     self._replay(captured, replay, stamps)
+                    if beside:
+                        self.stream.wait_stream(beside.stream)
                     if not back_to_back:
                         self._boundary(captured)
                 if back_to_back:
@@ -134,18 +127,64 @@ class Bench:
             graph.capture_end()
         captured.raw = graph.raw_cuda_graph()
         self._join(captured)
+        self._redirect(captured)
+        self._patch(captured)
         return captured
 
+    def _ask_for_code(self) -> None:
+        """What the ops hold of machine code. Asked after their first launch: a run-time compiler has none before."""
+        if not self._asked:
+            self._asked = True
+            for step in self.chain.steps:
+                for code in step.op.code() if step.op.code else ():
+                    self.finder.add(code)
+
+    def _neighbour(self, what: str) -> Neighbour:
+        """Made once, and launched once: a kernel must not be loaded while a stream is capturing."""
+        import torch
+
+        if what not in self._neighbours:
+            index = self.stream.device.index
+            self._neighbours[what] = Neighbour(what, self.harness, torch.cuda.Stream(), index)
+            self._neighbours[what].launch()
+            torch.cuda.synchronize()
+        return self._neighbours[what]
+
+    def _fork(self, beside: Neighbour) -> None:
+        """Lets the neighbour start with the replay: its own branch of the graph, from the last boundary to the next."""
+        beside.stream.wait_stream(self.stream)
+        beside.launch()
+
+    def _redirect(self, captured: Captured) -> None:
+        """Leads the results of ops that return new tensors to the chain's buffers."""
+        for replay in sorted({replay for replay, _ in captured.returned}):
+            here = captured.nodes_of(replay)
+            for step in captured.chain.steps:
+                pairs = captured.returned.get((replay, step.name), [])
+                if pairs:
+                    redirect(here[step.name], {a.data_ptr(): b.data_ptr() for a, b in pairs})
+
+    def _patch(self, captured: Captured) -> None:
+        """Changes the machine code of the steps that ask for it, in every replay."""
+        steps = [step for step in captured.chain.steps if step.patch is not None]
+        for replay in range(captured.unroll) if steps else ():
+            here = captured.nodes_of(replay)
+            for step in steps:
+                assert step.patch is not None
+                lines = self.surgeon.operate(here[step.name], step.patch)
+                captured.patched[f"{step.op.name}, {step.patch}"] = "; ".join(lines)
+
     def _warm_up(self, captured: Captured, stamps: Any) -> None:
-        """Loads every kernel of the variant: modules must not be loaded while a stream is capturing."""
+        """Loads every kernel and every table of the variant: nothing may be loaded while a stream is capturing."""
         import torch
 
         for index, step in enumerate(captured.chain.steps):
             row = None if stamps is None else stamps[0, index]
             if step.source:
-                self._source(captured, step, 0, row, pdl=False)
+                for slot in range(captured.unroll if captured.back_to_back else 1):
+                    self._source(captured, step, slot, row, pdl=False)
             else:
-                launch(step, self.memory.operands(step), pdl=False, stamps=row)
+                launch(step, self.memory.operands(step), pdl=step.pdl, stamps=row)
         torch.cuda.synchronize()
 
     def _replay(self, captured: Captured, replay: int, stamps: Any) -> None:
@@ -158,23 +197,27 @@ class Bench:
             if step.source:
                 self._source(captured, step, replay if captured.back_to_back else 0, row, pdl=pdl)
             else:
-                launch(step, self.memory.operands(step, replay % sets, slot), pdl=pdl, stamps=row)
+                operands = self.memory.operands(step, replay % sets, slot)
+                returned = launch(step, operands, pdl=pdl, stamps=row)
+                if returned:  # kept: were its memory given to a later step, both results would have one address
+                    captured.returned[replay, step.name] = [
+                        (tensor, operands[name]) for name, tensor in returned.items()
+                    ]
             captured.last[replay, step.name] = graphs.current_node(self.handle)
 
     def _source(self, captured: Captured, step: Step, offset: int, stamps: Any, *, pdl: bool) -> None:
         memory, late = self.memory, captured.late
+        truth, stride, pool = memory.reference(captured.rotated).data_ptr(), memory.words, memory.pool
+        out, table = memory.arena.data_ptr(), 0
         if step.name == PRODUCER:
-            truth, out, words = (
-                memory.reference(captured.rotated).data_ptr(),
-                memory.arena.data_ptr(),
-                memory.input_words,
-            )
-            stride, pool = memory.words, memory.pool
-        else:
-            truth, out = late["truth"].data_ptr(), late["rows"].data_ptr()
-            words, stride, pool = late["words"], 0, 1
+            words = memory.input_words
+        elif _writes_constants(step):
+            truth, out, words, stride, pool = late["truth"].data_ptr(), late["rows"].data_ptr(), late["words"], 0, 1
+        else:  # a stand-in: what its step would have computed is in the reference
+            places = memory.scatter_table(step, offset if captured.back_to_back else None)
+            table, words = places.data_ptr(), len(places)
         self.harness.source(
-            truth, out, words, stride=stride, pool=pool, counters=self.counters.data_ptr(), offset=offset,
+            truth, out, words, table=table, stride=stride, pool=pool, counters=self.counters.data_ptr(), offset=offset,
             trigger=step.contract.trigger, fence=step.contract.fence, delay_us=step.delay_us or 0.0,
             stamps=0 if stamps is None else stamps.data_ptr(), pdl=pdl,
         )  # fmt: skip
@@ -182,7 +225,7 @@ class Bench:
     def _late_rows(self, chain: Chain) -> dict[str, Any]:
         """The rows of a constant that a late source step writes, and a copy of their truth."""
         for step in chain.steps:
-            if step.source and step.name != PRODUCER:
+            if _writes_constants(step):
                 (view,) = (view for _, view in step.writes())
                 rows = self.memory.constants[0][view.buffer.name][view.slices]
                 size = rows.numel() * rows.element_size()
@@ -313,8 +356,6 @@ class Bench:
         """The arena of a bad replay: what differed as it was seen, all else from the reference."""
         memory = self.memory
         result = memory.reference(captured.rotated)[replay % memory.pool].clone()
-        from .kernels import BLOCK
-
         parts = [(0, memory.words)]
         if captured.back_to_back:
             parts = [(0, memory.output_start), (memory.output_start, memory.words)]
@@ -325,3 +366,8 @@ class Bench:
                     bytes_ = slice(word * WORD, min(word + BLOCK, end) * WORD)
                     result[bytes_] = self.snapshot[bytes_]
         return result.cpu()
+
+
+def _writes_constants(step: Step) -> bool:
+    """True for the source of late weights."""
+    return step.source and any(view.buffer.role is Role.CONSTANT for _, view in step.writes())

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..chain import Chain, DataEdge
 from ..results import Mismatch
-from .bench import Bench, Captured, Counts
+from .bench import Bench, Counts
+from .captured import Captured
 from .memory import NAN_PATTERN, torch_dtype
 
 REPLAYS = 256
@@ -46,7 +47,7 @@ def diagnose(bench: Bench, capture: Callable[[], Captured], counts: Counts) -> M
 
 def _clean_when_serialized(bench: Bench, capture: Callable[[], Captured], edge: tuple[str, str]) -> bool:
     captured = capture()
-    if not captured.serialize(edge):
+    if not captured.serialize(edge[0]):
         return False
     return bench.run(captured, REPLAYS).mismatches == 0
 

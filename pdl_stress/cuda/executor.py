@@ -7,12 +7,24 @@ from functools import cached_property
 
 from ..chain import Chain
 from ..errors import PdlStressError
-from ..jobs import ArmAnswer, ArmJob, ControlAnswer, ControlJob, ExposureAnswer, ExposureJob, Job
+from ..jobs import (
+    ArmAnswer,
+    ArmJob,
+    CensusAnswer,
+    CensusJob,
+    ControlAnswer,
+    ControlJob,
+    ExposureAnswer,
+    ExposureJob,
+    Job,
+)
 from ..op import Op
 from ..results import ArmResult, ControlResult, EdgeResult
 from ..statistics import MIN_KILLS, upper_bound
-from . import exposure
-from .bench import Bench, Captured
+from . import exposure, nodes
+from .bench import Bench
+from .captured import Captured
+from .census import describe
 from .diagnose import diagnose
 
 CONTROL_UNROLL = 8
@@ -33,19 +45,34 @@ class Executor:
         self._bench: Bench | None = None
         self._verified: dict[tuple[Op, bool], str] = {}
 
-    def execute(self, job: Job) -> ArmAnswer | ExposureAnswer | ControlAnswer:
+    def execute(self, job: Job) -> CensusAnswer | ArmAnswer | ExposureAnswer | ControlAnswer:
         """Carries out one job.
 
         Raises:
             PdlStressError: the chain, an op or the device failed; or the chain here is not the one that was judged.
         """
         bench = self._bench_of(job)
+        if isinstance(job, CensusJob):
+            return self._census(bench)
         if isinstance(job, ArmJob):
             return self._arm(bench, job)
         if isinstance(job, ExposureJob):
-            found = exposure.measure(bench, bench.chain.varied(job.changes), back_to_back=job.back_to_back)
-            return ExposureAnswer(found.overlap, found.exposed) if found else ExposureAnswer()
+            measure = exposure.profiled if job.profiled else exposure.stamped
+            found = measure(bench, bench.chain.varied(job.changes), back_to_back=job.back_to_back)
+            return ExposureAnswer(found.overlap, found.exposed, found.method)
         return self._control(bench, job)
+
+    def _census(self, bench: Bench) -> CensusAnswer:
+        """Of the second replay of a graph: the first one has nothing before it."""
+        captured = bench.capture(bench.chain, unroll=2)
+        into = nodes.incoming(captured.raw)
+        return CensusAnswer(
+            [
+                describe(node, [edge.kind for edge in into.get(int(node), [])], bench.finder, step)
+                for step, found in captured.nodes_of(1).items()
+                for node in found
+            ]
+        )
 
     def _bench_of(self, job: Job) -> Bench:
         judged = (job.chain, job.fingerprint)
@@ -65,7 +92,7 @@ class Executor:
         sass = self._verify(chain)
 
         def capture() -> Captured:
-            captured = bench.capture(chain, rotated=job.rotated, back_to_back=job.back_to_back)
+            captured = bench.capture(chain, rotated=job.rotated, back_to_back=job.back_to_back, neighbour=job.neighbour)
             if job.serialized:
                 captured.serialize()
             return captured
@@ -88,13 +115,14 @@ class Executor:
                 arm.mismatch = diagnose(bench, capture, counts)
             except Exception as error:  # what was counted stands, whatever happens to its explanation
                 arm.note = f"not explained: {type(error).__name__}: {error}"
-        return ArmAnswer(arm, _edges(captured), bench.memory.pool, sass)
+        return ArmAnswer(arm, _edges(captured), bench.memory.pool, sass | captured.patched)
 
     def _control(self, bench: Bench, job: ControlJob) -> ControlAnswer:
         control = job.control
         chain = control.apply(bench.chain)
         sass = self._verify(chain)
-        counts = bench.run(bench.capture(chain, unroll=CONTROL_UNROLL), job.replays)
+        captured = bench.capture(chain, unroll=CONTROL_UNROLL)
+        counts = bench.run(captured, job.replays)
         cause_checked = None
         if counts.mismatches:
             serialized = bench.capture(chain, unroll=CONTROL_UNROLL)
@@ -114,7 +142,7 @@ class Executor:
             job.expected, job.reason, counts.replays, kills, cause_checked, verdict,
             "" if counts.agree else "device and host counts differ",
         )  # fmt: skip
-        return ControlAnswer(result, sass)
+        return ControlAnswer(result, sass | captured.patched)
 
     @cached_property
     def _arch(self) -> str:
@@ -147,6 +175,6 @@ def _edges(captured: Captured) -> list[EdgeResult]:
         pairs.append((pairs[-1][1], pairs[0][0]))
     found = []
     for source, target in pairs:
-        kinds = sorted({edge.kind for edge in captured.between(source, target)}) or ["missing"]
+        kinds = sorted({edge.kind for edge in captured.after(source)}) or ["missing"]
         found.append(EdgeResult(source, target, "/".join(kinds)))
     return found

@@ -1,21 +1,30 @@
-"""Exposure and overlap from in-kernel time stamps. Stamped kernels are other binaries: never part of a verdict run.
+"""Exposure and overlap: did kernels really run side by side, and did a reader run before its data was there?
 
 *Overlap* of a graph edge: the secondary's first CTA started before the primary's last CTA ended. *Exposure* of a data
-edge: the reader's first CTA started before the writer's last store; only then did the replay test that edge. Times are
-``%globaltimer`` nanoseconds, compared strictly, so a coarse timer can only hide exposure, not invent it.
+edge: the reader's first CTA started before the writer's last store; only then did the replay test that edge.
+
+Two clocks: in-kernel time stamps, where every kernel of the chain is our own, and the kernel activity profiler for
+kernels that we cannot change. Neither is ever part of a verdict run: stamped kernels are other binaries, and a profiler
+changes the timing of everything after it. Times are nanoseconds, compared strictly, so a coarse timer can only hide an
+overlap, not invent one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from ..chain import Chain
 from ..op import STAMP_FIELDS
-from . import graphs
+from . import graphs, nodes, profiler
 from .bench import Bench
+from .captured import Captured
 
 SAMPLES = 128
-"""Stamped replays per arm."""
+"""Watched replays per arm."""
 
 START, _, STORE, END = range(len(STAMP_FIELDS))
 
@@ -27,28 +36,26 @@ class Exposure:
     Args:
         overlap: per graph edge (source, target).
         exposed: per data edge (writer, reader, buffer).
-        samples: replays sampled.
+        method: how it was measured, or why it could not be.
     """
 
     overlap: dict[tuple[str, str], float]
     exposed: dict[tuple[str, str, str], float]
-    samples: int
+    method: str
 
 
-def measure(bench: Bench, chain: Chain, *, back_to_back: bool = False, samples: int = SAMPLES) -> Exposure | None:
-    """Stamps ``samples`` replays of ``chain``; ``None`` if an op of it has no stamps.
+def stamped(bench: Bench, chain: Chain, *, back_to_back: bool = False, samples: int = SAMPLES) -> Exposure:
+    """From in-kernel stamps; every op of the chain must be rebuildable.
 
     Back to back the edge from the last step to the first one of the next replay has an overlap too.
     """
     import torch
 
     steps = chain.steps
-    if not all(step.op.rebuildable for step in steps):
-        return None
     fresh = torch.tensor([2**63 - 1, 2**63 - 1, 0, 0], device=bench.stream.device).repeat(bench.unroll, len(steps), 1)
     stamps = fresh.clone()
     captured = bench.capture(chain, back_to_back=back_to_back, stamps=stamps)
-    rows: list[torch.Tensor] = []
+    rows = []
     with graphs.Executable(captured.raw) as executable, torch.cuda.stream(bench.stream):
         bench.prime(captured)
         for _ in range(-(-samples // bench.unroll)):
@@ -56,20 +63,43 @@ def measure(bench: Bench, chain: Chain, *, back_to_back: bool = False, samples: 
             torch.cuda.synchronize()
             executable.launch(bench.handle)
             bench.finish()
-            rows.append(stamps.cpu())
-    times = torch.cat(rows)
-    place = {step.name: index for index, step in enumerate(steps)}
+            rows.append(stamps.cpu().numpy())
+    times = np.stack(rows)  # launch, replay, step, stamp
+    return _judge(captured, times[..., START], times[..., END], times[..., STORE], f"time stamps, {samples} replays")
 
-    def share(later: str, field: int, earlier: str) -> float:
-        return float((times[:, place[later], START] < times[:, place[earlier], field]).double().mean())
 
-    overlap = {(a, b): share(b, END, a) for a, b in chain.edges}
-    if back_to_back:
-        graphs_of = torch.stack(rows)  # launch, replay, step, stamp
-        starts, ends = graphs_of[:, 1:, 0, START], graphs_of[:, :-1, -1, END]
-        overlap[steps[-1].name, steps[0].name] = float((starts < ends).double().mean())
-    return Exposure(
-        overlap,
-        {(e.writer, e.reader, e.buffer): share(e.reader, STORE, e.writer) for e in chain.data_edges},
-        len(times),
-    )
+def profiled(bench: Bench, chain: Chain, *, back_to_back: bool = False, samples: int = SAMPLES) -> Exposure:
+    """From the profiler's start and end of each kernel.
+
+    The last store of a kernel cannot be seen from outside, but one that delays stores no earlier than its start plus
+    its delay. So only data edges of delayed writers count as exposed.
+    """
+    captured = bench.capture(chain, back_to_back=back_to_back)
+    here = captured.nodes_of(min(1, captured.unroll - 1))
+    counts = {step: sum(nodes.kind(node) == "kernel" for node in found) for step, found in here.items()}
+    launches = -(-samples // captured.unroll)
+    try:
+        records = profiler.records(bench, captured, launches)
+        starts, ends, resolution = profiler.by_step(records, captured, counts, launches)
+    except profiler.NoProfile as error:
+        return Exposure({}, {}, f"the profiler gave no valid records: {error}")
+    delays = np.array([round((step.delay_us or 0.0) * 1000) for step in chain.steps])
+    stores = np.where(delays > 0, starts + delays, starts)
+    method = f"profiler, {launches * captured.unroll} replays, resolution {resolution} ns"
+    return _judge(captured, starts + resolution, ends, stores, method)
+
+
+def _judge(captured: Captured, starts: Any, ends: Any, stores: Any, method: str) -> Exposure:
+    """Shares from times ``[launch, replay, step]``."""
+    chain = captured.chain
+    place = {step.name: index for index, step in enumerate(chain.steps)}
+
+    def share(later: str, earlier: str, times: Any) -> float:
+        return float((starts[..., place[later]] < times[..., place[earlier]]).mean())
+
+    overlap = {(a, b): share(b, a, ends) for a, b in pairwise(step.name for step in chain.steps)}
+    if captured.back_to_back:
+        around = starts[:, 1:, 0] < ends[:, :-1, -1]
+        overlap[chain.steps[-1].name, chain.steps[0].name] = float(around.mean())
+    exposed = {(e.writer, e.reader, e.buffer): share(e.reader, e.writer, stores) for e in chain.data_edges}
+    return Exposure(overlap, exposed, method)

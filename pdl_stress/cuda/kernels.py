@@ -10,6 +10,8 @@ import numpy as np
 
 from ..contract import Trigger
 from ..errors import DeviceError
+from ..jobs import HOLDS
+from .calls import checked
 
 BLOCK = 512
 """Threads per CTA of the harness kernels; one 16-byte word a thread."""
@@ -54,9 +56,9 @@ class Harness:
     def __init__(self, torch_stream: Any, device_index: int) -> None:
         from cuda.core import Device
 
-        module = _module(device_index)
-        self._source = module.get_kernel("pdl_stress_source")
-        self._boundary = module.get_kernel("pdl_stress_boundary")
+        self.module = _module(device_index)
+        self._source = self.module.get_kernel("pdl_stress_source")
+        self._boundary = self.module.get_kernel("pdl_stress_boundary")
         self._stream = Device(device_index).create_stream(TorchStream(torch_stream))
 
     def _launch(self, kernel: Any, grid: tuple[int, int], pdl: bool, *args: Any) -> None:
@@ -71,6 +73,7 @@ class Harness:
         out: int,
         words: int,
         *,
+        table: int,
         stride: int,
         pool: int,
         counters: int,
@@ -81,12 +84,13 @@ class Harness:
         stamps: int,
         pdl: bool,
     ) -> None:
-        """Writes ``words`` 16-byte words of true data; see ``csrc/harness.cu``. Pointers are integers."""
+        """Writes ``words`` 16-byte words of true data: to ``out``, or, unless it is 0, where ``table`` says; see
+        ``csrc/harness.cu``. Pointers are integers."""
         u32, u64, i32 = np.uint32, np.uint64, np.int32
         self._launch(
             self._source, (-(-words // BLOCK), 1), pdl,
-            truth, out, u32(words), u32(stride), u32(pool), counters, u32(offset), i32(_PLACES[trigger]), i32(fence),
-            u64(round(delay_us * 1000)), stamps,
+            truth, out, table, u32(words), u32(stride), u32(pool), counters, u32(offset),
+            i32(_PLACES[trigger]), i32(fence), u64(round(delay_us * 1000)), stamps,
         )  # fmt: skip
 
     def boundary(
@@ -117,3 +121,59 @@ class Harness:
             rows, u32(words), reference, u32(stride), poison, u32(pool), u32(first_row), u32(advance), counters,
             last_bad, snapshot, marks, extra, u32(extra_words), i32(grade),
         )  # fmt: skip
+
+
+NEIGHBOUR_US = 10.0
+"""How long a neighbour runs in each replay: about as long as a short chain."""
+
+STREAMED_BYTES = 1 << 28
+"""What the streaming neighbour rewrites: several times any L2."""
+
+
+class Neighbour:
+    """A kernel that runs beside the chain, on its own stream, and touches none of its memory.
+
+    Args:
+        what: one of :data:`pdl_stress.jobs.NEIGHBOURS`.
+        torch_stream: another stream than the chain's.
+    """
+
+    def __init__(self, what: str, harness: Harness, torch_stream: Any, device_index: int) -> None:
+        import torch
+        from cuda.core import Device
+
+        self.stream = torch_stream
+        self._stream = Device(device_index).create_stream(TorchStream(torch_stream))
+        properties = torch.cuda.get_device_properties(device_index)
+        sms, nanoseconds = properties.multi_processor_count, np.uint64(round(NEIGHBOUR_US * 1000))
+        self._shared, self._data = 0, None
+        self._arguments: tuple[Any, ...]
+        if what == HOLDS:
+            self._kernel, self._grid, self._block = harness.module.get_kernel("pdl_stress_hold"), sms // 2, 32
+            self._shared = _all_shared_memory(self._kernel, device_index)
+            self._arguments = (nanoseconds,)
+        else:
+            self._kernel, self._grid, self._block = harness.module.get_kernel("pdl_stress_stream"), sms, BLOCK
+            self._data = torch.zeros(STREAMED_BYTES // 4, dtype=torch.int32, device=torch_stream.device)
+            self._arguments = (self._data.data_ptr(), np.uint64(STREAMED_BYTES // 16), nanoseconds)
+
+    def launch(self) -> None:
+        """One launch on the neighbour's stream."""
+        from cuda.core import LaunchConfig, launch
+
+        config = LaunchConfig(grid=self._grid, block=self._block, shmem_size=self._shared)
+        launch(self._stream, config, self._kernel, *self._arguments)
+
+
+def _all_shared_memory(kernel: Any, device_index: int) -> int:
+    """Lets a kernel have all the shared memory that a CTA of this device may have; returns the bytes."""
+    from cuda.bindings import driver
+
+    device = driver.CUdevice(device_index)
+    which = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    size = int(checked(driver.cuDeviceGetAttribute(which, device), "cuDeviceGetAttribute"))
+    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    checked(
+        driver.cuKernelSetAttribute(limit, size, driver.CUkernel(int(kernel.handle)), device), "cuKernelSetAttribute"
+    )
+    return size

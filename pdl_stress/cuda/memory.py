@@ -1,7 +1,9 @@
 """The memory of a chain under test: one arena, weight sets, and references for a pool of inputs.
 
-The arena holds every graded buffer, inputs first, then intermediates, then outputs, each padded to 16 bytes. A
-reference is the arena after a synchronized eager run: the same ops, PDL off, a device synchronization after every one.
+The arena holds every graded buffer, inputs first, then intermediates, then outputs, each aligned to 256 bytes. A
+reference is the arena after a synchronized eager run: the same kernels, launched one by one with a device
+synchronization after each. (They are launched with the chain's own PDL attribute, which means nothing on an idle
+device: libraries pick another kernel without it.)
 """
 
 from __future__ import annotations
@@ -9,11 +11,15 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from ..chain import Buffer, Chain, Role, Step, View
+from ..buffers import Buffer, Role, View
+from ..chain import Chain, Step
 from ..errors import DeviceError, UsageError
 
 WORD = 16
 """Bytes of a word: the unit in which the harness grades."""
+
+ALIGNMENT = 256
+"""Bytes to which buffers are aligned in the arena: kernels take for granted what an allocator gives them."""
 
 POOL = 256
 """Inputs of a pool."""
@@ -57,7 +63,7 @@ class Memory:
         for buffer in ordered:
             size = prod(buffer.shape) * _itemsize(buffer)
             self.layout[buffer.name] = (place, size)
-            place += -(-size // WORD) * WORD
+            place += -(-size // ALIGNMENT) * ALIGNMENT
             if buffer.role is Role.INPUT:
                 self.input_words = place // WORD
             if buffer.role is Role.INPUT or buffer.name in read:
@@ -70,6 +76,7 @@ class Memory:
         self.constants: list[dict[str, Any]] = [self._weights()]
         self.references: dict[bool, Any] = {}
         self._views: dict[tuple[View, int, int | None], Any] = {}
+        self._tables: dict[tuple[str, int | None], Any] = {}
         self.poison = self._poison_image()
 
     # -- content -----------------------------------------------------------------------------------------------------
@@ -160,7 +167,9 @@ class Memory:
                 for step in self.chain.steps:
                     if not step.source:
                         torch.cuda.synchronize(self.device)
-                        launch(step, self.operands(step, index % self.unroll % sets), pdl=False)
+                        operands = self.operands(step, index % self.unroll % sets)
+                        for name, tensor in launch(step, operands, pdl=step.pdl).items():
+                            operands[name].copy_(tensor)
                 torch.cuda.synchronize(self.device)
                 made[index].copy_(self.arena)
             torch.cuda.synchronize(self.device)
@@ -205,6 +214,33 @@ class Memory:
             found[name] = self._views[key]
         return found
 
+    def scatter_table(self, step: Step, ring_slot: int | None = None) -> Any:
+        """Where a stand-in for ``step`` writes: int64 ``[words, 2]`` on the device, see ``csrc/harness.cu``.
+
+        With ``ring_slot`` outputs go to that slot of the ring.
+        """
+        import torch
+
+        key = (step.name, ring_slot)
+        if key not in self._tables:
+            place = torch.cat([self._bytes_of(view) for _, view in step.writes()]).unique()
+            words, entry = torch.unique(place // WORD, return_inverse=True)
+            mask = torch.zeros_like(words).index_add_(0, entry, torch.ones_like(place) << (place % WORD))
+            address = self.arena.data_ptr() + words * WORD
+            if ring_slot is not None:
+                in_ring = self.ring[ring_slot].data_ptr() + (words - self.output_start) * WORD
+                address = torch.where(words >= self.output_start, in_ring, address)
+            self._tables[key] = torch.stack([address, words | mask << 32], dim=1).to(self.device)
+        return self._tables[key]
+
+    def _bytes_of(self, view: View) -> Any:
+        """Numbers of the arena's bytes that a view covers, each once."""
+        import torch
+
+        start, size = self.layout[view.buffer.name]
+        numbers = torch.arange(start, start + size, dtype=torch.int64)
+        return numbers.view(*view.buffer.shape, _itemsize(view.buffer))[(*view.slices, slice(None))].reshape(-1)
+
     def _operand(self, view: View, weight_set: int, ring_slot: int | None) -> Any:
         buffer = view.buffer
         if buffer.role is Role.CONSTANT:
@@ -217,15 +253,46 @@ class Memory:
         return self.tensor(buffer.name)[view.slices]
 
 
-def launch(step: Step, operands: dict[str, Any], *, pdl: bool, stamps: Any = None) -> None:
-    """Runs one step (not a source) on torch's current stream."""
+def launch(step: Step, operands: dict[str, Any], *, pdl: bool, stamps: Any = None) -> dict[str, Any]:
+    """Runs one step (not a source) on torch's current stream.
+
+    Returns:
+        The tensors that the op returned instead of writing to its operand, by the operand's name.
+
+    Raises:
+        UsageError: the op returned something else than its contract says.
+    """
     if step.op.rebuildable:
         delay_ns = None if step.delay_us is None else round(step.delay_us * 1000)
         step.op.run(**operands, **step.params, pdl=pdl, contract=step.contract, delay_ns=delay_ns, stamps=stamps)
-    elif step.delay_us is not None or stamps is not None:
+        return {}
+    if step.delay_us is not None or stamps is not None:
         raise DeviceError(f"step {step.name!r}: {step.op.name} has no delay point and no time stamps.")
-    else:
-        step.op.run(**operands, **step.params, pdl=pdl)
+    given = {name: tensor for name, tensor in operands.items() if name not in step.op.returns}
+    result = step.op.run(**given, **step.params, pdl=pdl)
+    if not step.op.returns:
+        return {}
+    returned = result if isinstance(result, (tuple, list)) else (result,)
+    if len(returned) != len(step.op.returns):
+        raise UsageError(f"step {step.name!r}: {step.op.name} returned {len(returned)} values, not {step.op.returns}.")
+    for name, tensor in zip(step.op.returns, returned, strict=True):
+        want = operands[name]
+        if _layout(tensor) != _layout(want):
+            raise UsageError(
+                f"step {step.name!r}: {step.op.name} returned {name!r} as {_layout(tensor)}, "
+                f"the chain's buffer is {_layout(want)} (dtype, shape, strides)."
+            )
+    return dict(zip(step.op.returns, returned, strict=True))
+
+
+def _layout(tensor: Any) -> tuple[Any, ...]:
+    """What two tensors must share for one kernel to write either: dtype, shape, strides of dimensions above one."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        return (type(tensor).__name__, (), ())
+    strides = tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    return (tensor.dtype, tuple(tensor.shape), strides)
 
 
 def torch_dtype(buffer: Buffer) -> Any:

@@ -7,15 +7,15 @@ are looked up but never imported, since TensorRT-LLM starts MPI on import.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect as inspection
 import re
-import shutil
 import subprocess
 from typing import Any
 
+from pdl_stress.catalog.ops import LIBRARIES
 from pdl_stress.cuda.findings import Finding, Status
 from pdl_stress.cuda.provenance import version_of
+from pdl_stress.sass.tools import find_tool
 
 _TOOL_TIMEOUT = 20  # seconds
 
@@ -27,6 +27,13 @@ _TOOLS = {
 }
 
 _TORCH = "install a CUDA build of torch >= 2.8"
+
+_FLASHINFER_BUILT = "flashinfer-jit-cache"
+"""The distribution with FlashInfer's kernels, built."""
+
+_FLASHINFER_NVCC = (
+    f"install the CUDA toolkit of torch's CUDA version and ninja, and set CUDA_HOME; or install {_FLASHINFER_BUILT}"
+)
 
 
 def blocker() -> str | None:
@@ -67,14 +74,8 @@ def ops(device_problem: str | None) -> list[Finding]:
         ours = Finding(native, Status.OK, f"compiled at run time by NVRTC {nvrtc}")
     return [
         ours,
-        _not_yet(_library("flashinfer", "flashinfer", "flashinfer-python", device_problem)),
-        _not_yet(_library("trtllm", "tensorrt_llm", "tensorrt-llm", device_problem)),
+        *(_library(op, device_problem) for op in LIBRARIES),
     ]
-
-
-def _not_yet(library: Finding) -> Finding:
-    """What this version has no adapter for is not available, installed or not."""
-    return Finding(library.name, Status.ABSENT, f"no adapter in this version ({library.value})")
 
 
 def torch_cuda() -> str | None:
@@ -177,29 +178,21 @@ def _tool(name: str, advice: str) -> Finding:
     return Finding(name, Status.OK, match[1] if match else "found")
 
 
-def find_tool(name: str) -> str | None:
-    """Return the path of one of NVIDIA's binary tools: from its wheel, a CUDA toolkit, or the PATH; None if nowhere."""
-    try:
-        from cuda import pathfinder
-
-        found = pathfinder.find_nvidia_binary_utility(name)
-    except (ImportError, AttributeError, RuntimeError):  # no or an old pathfinder, or a tool that it does not know
-        found = None
-    return found or shutil.which(name)
-
-
-def _library(op: str, module: str, distribution: str, device_problem: str | None) -> Finding:
-    name = f"ops: {op}"
-    try:
-        present = importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # a half-removed package
-        present = False
-    if not present:
-        return Finding(name, Status.ABSENT, "not installed", f"pip install 'pdl-stress[{op}]'")
-    version = version_of(distribution) or "of unknown version"
+def _library(op: str, device_problem: str | None) -> Finding:
+    name, library = f"ops: {op}", LIBRARIES[op]
+    refusal = library.refusal()
+    if refusal is not None:
+        found = "not installed" if not library.installed() else refusal.found
+        return Finding(name, Status.ABSENT, found, refusal.advice)
+    found = f"{library.distribution} {library.version() or 'of unknown version'}"
     if device_problem is not None:
-        return Finding(name, Status.ABSENT, f"{distribution} {version}, needs a GPU with PDL: {device_problem}")
-    return Finding(name, Status.OK, f"{distribution} {version}")
+        return Finding(name, Status.ABSENT, f"{found}, needs a GPU with PDL: {device_problem}")
+    if op == "flashinfer" and find_tool("nvcc") is None and version_of(_FLASHINFER_BUILT) is None:
+        return Finding(name, Status.ABSENT, f"{found}, and no nvcc to build its kernels with", _FLASHINFER_NVCC)
+    allowed = library.version_refusal()
+    if allowed is not None:  # and not refused: the environment lets it run
+        return Finding(name, Status.NOTE, allowed.found, allowed.advice)
+    return Finding(name, Status.OK, found)
 
 
 def _import(name: str) -> Any:

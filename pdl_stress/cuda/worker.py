@@ -18,7 +18,7 @@ from typing import Any
 
 from ..chain import Chain
 from ..errors import DeviceError, PdlStressError, UsageError
-from ..jobs import ArmJob, ControlJob, Job
+from ..jobs import ArmJob, ControlJob, ExposureJob, Job
 
 START_SECONDS = 180.0
 """For importing torch, making a context and compiling on top of a job's own limit."""
@@ -45,6 +45,7 @@ class Worker:
         self._process: Any = None
         self._pipe: Connection | None = None
         self._fresh = True
+        self._profiled = False
 
     def execute(self, job: Job) -> Any:
         """Carries out one job in the child.
@@ -53,6 +54,10 @@ class Worker:
             WorkerFailed: no answer in time, the child died, or a CUDA error; the child is gone.
             PdlStressError: the job was refused; the child lives on.
         """
+        profiled = isinstance(job, ExposureJob) and job.profiled
+        if profiled != self._profiled:  # nothing is graded in a process that has profiled
+            self.stop()
+            self._profiled = profiled
         if self._process is None:
             self._start()
         assert self._pipe is not None

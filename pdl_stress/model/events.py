@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise, product
 
-from ..chain import Chain, Role, Step, View, box_within
+from ..buffers import Role, View, box_within
+from ..chain import Chain, Step
 from ..contract import Trigger, Wait
 from .rules import RuleSet
 

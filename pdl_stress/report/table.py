@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections import defaultdict
 from collections.abc import Iterable
+from math import prod
 
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
@@ -151,6 +152,8 @@ def details(case: CaseResult) -> Group:
     parts: list[RenderableType] = [_reasons(case)]
     if case.arms:
         parts.append(_arms(case))
+    if case.nodes:
+        parts.append(_nodes(case))
     if case.edges:
         parts.append(_edges(case))
     if case.controls:
@@ -174,8 +177,20 @@ def _arms(case: CaseResult) -> Table:
     return table
 
 
+def _nodes(case: CaseResult) -> Table:
+    """The census: what the graph of one replay consists of."""
+    numbers = ("CTAs", "threads", "waits", "triggers")
+    table = _table(f"{case.chain}: graph as deployed", "step", "node", *numbers, "in", "machine code", right=numbers)
+    for node in case.nodes:
+        counts = ["?" if count is None else str(count) for count in (node.waits, node.triggers)]
+        cells = [str(prod(node.grid)), str(prod(node.block)), *counts] if node.kind == "kernel" else [""] * 4
+        table.add_row(*map(escape, (node.step, node.name or node.kind, *cells, "/".join(node.incoming), node.code)))
+    return table
+
+
 def _edges(case: CaseResult) -> Table:
     table = _table(f"{case.chain}: edges", "edge", "kind", "overlap as deployed", "overlapped / exposed in")
+    table.caption = case.exposure and escape(f"by {case.exposure}")
     for edge in case.edges:
         overlap = "-" if edge.overlap is None else f"{edge.overlap:.0%}"
         row = (f"{edge.source} -> {edge.target}", f"graph, {edge.kind}", overlap, "; ".join(edge.overlapped_in) or "-")

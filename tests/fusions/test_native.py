@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
-from fusions.ops import native, sass
+from fusions.ops import native
 from fusions.ops.native import Behaviour
+from pdl_stress.sass.cubin import text_sections
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("PDL_STRESS_CACHE", str(tmp_path / "file"))
     native._cubin.cache_clear()
-    assert sass.text_sections(native.cubin("rmsnorm", Behaviour("all"))).keys() == {"rmsnorm"}
+    assert text_sections(native.cubin("rmsnorm", Behaviour("all"))).keys() == {"rmsnorm"}
     native._cubin.cache_clear()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from pdl_stress import Chain, Outcome, UsageError, catalog, op, stress
 from pdl_stress.faults import plant
-from pdl_stress.jobs import ArmJob, delayed_changes
+from pdl_stress.jobs import ArmJob, delayed_variants
 
 pytestmark = pytest.mark.gpu
 
@@ -53,13 +53,13 @@ def test_one_wrong_bit_is_seen_in_every_replay_of_its_input(bench: Any, buffer: 
 def test_edges_are_what_the_arm_says(bench: Any) -> None:
     captured = bench.capture(bench.chain)
     pairs = bench.chain.edges
-    assert {e.kind for pair in pairs for e in captured.between(*pair)} == {"programmatic"}
-    assert all(len(captured.between(*pair)) == bench.unroll for pair in pairs)
-    assert captured.serialize(pairs[1]) == bench.unroll
-    kinds = [{e.kind for e in captured.between(*pair)} for pair in pairs]
+    assert {e.kind for pair in pairs for e in captured.after(pair[0])} == {"programmatic"}
+    assert all(len(captured.after(pair[0])) == bench.unroll for pair in pairs)
+    assert captured.serialize(pairs[1][0]) == bench.unroll
+    kinds = [{e.kind for e in captured.after(pair[0])} for pair in pairs]
     assert kinds == [{"programmatic"}, {"full"}, {"programmatic"}, {"programmatic"}]
     captured.serialize()
-    assert {e.kind for pair in pairs for e in captured.between(*pair)} == {"full"}
+    assert {e.kind for pair in pairs for e in captured.after(pair[0])} == {"full"}
 
 
 def test_grading_is_joined_to_what_a_kernel_that_never_waits_leaves_behind(bench: Any) -> None:
@@ -142,21 +142,19 @@ def test_a_planted_fault_is_found_and_named(bench: Any, planted: str, edge: tupl
 
 
 def test_every_data_edge_is_exposed_by_its_delayed_arm(bench: Any) -> None:
-    from pdl_stress.cuda.exposure import measure
+    from pdl_stress.cuda.exposure import stamped
 
     for name in {edge.writer for edge in bench.chain.data_edges}:
-        found = measure(bench, bench.chain.varied(delayed_changes(bench.chain, name, 10.0)))
-        assert found is not None
+        ((_, changes),) = delayed_variants(bench.chain, bench.chain[name], 10.0)
+        found = stamped(bench, bench.chain.varied(changes))
         for (writer, reader, _), share in found.exposed.items():
             if writer == name:
                 assert share == 1.0, (writer, reader)
-    deployed = measure(bench, bench.chain)
-    assert deployed is not None
+    deployed = stamped(bench, bench.chain)
     # Triggers sit after the stores, so as deployed nothing that skips a step can be exposed.
     assert deployed.exposed["projection", "kv_norm", "qkv"] == 0.0
-    changes = delayed_changes(bench.chain, "kv_norm", 10.0)
-    around = measure(bench, bench.chain.varied(changes), back_to_back=True)
-    assert around is not None
+    ((_, changes),) = delayed_variants(bench.chain, bench.chain["kv_norm"], 10.0)
+    around = stamped(bench, bench.chain.varied(changes), back_to_back=True)
     assert around.overlap["kv_norm", "producer"] > 0.5, "the next replay starts while this one still runs"
 
 

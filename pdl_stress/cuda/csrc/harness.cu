@@ -16,11 +16,13 @@ static __device__ __forceinline__ u64 now() {
 static __device__ __forceinline__ void wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 static __device__ __forceinline__ void trigger() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// An early-release producer: one word a thread. Word i of replay r is truth[(r % pool) * stride + i].
-// `place` says where it triggers. stamps: {first start, first read, last store, last end} or null.
-extern "C" __global__ void pdl_stress_source(const uint4* truth, uint4* out, unsigned words, unsigned stride,
-                                             unsigned pool, const u64* counters, unsigned offset, int place, int fence,
-                                             u64 delay_ns, u64* stamps) {
+// An early-release producer: one word a thread. Thread i of replay r writes truth[(r % pool) * stride + word] to
+// `out + word`, where word is i. With a table the places are scattered: entry i is {destination address, word | mask << 32},
+// and of the word only the bytes in the mask are written. `place` says where it triggers. stamps: {first start, first read,
+// last store, last end} or null.
+extern "C" __global__ void pdl_stress_source(const uint4* truth, uint4* out, const ulonglong2* table, unsigned words,
+                                             unsigned stride, unsigned pool, const u64* counters, unsigned offset,
+                                             int place, int fence, u64 delay_ns, u64* stamps) {
     if (stamps && threadIdx.x == 0) atomicMin(&stamps[0], now());
     if (place == ENTRY) trigger();
     wait();
@@ -32,7 +34,15 @@ extern "C" __global__ void pdl_stress_source(const uint4* truth, uint4* out, uns
     const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
     const u64 replay = *(const volatile u64*)&counters[REPLAY] + offset;
     uint4 value = make_uint4(0, 0, 0, 0);
-    if (i < words) value = truth[(size_t)(replay % pool) * stride + i];
+    uint4* target = out + i;
+    unsigned word = i, mask = 0xffff;
+    if (table && i < words) {
+        const ulonglong2 entry = table[i];
+        target = (uint4*)entry.x;
+        word = (unsigned)entry.y;
+        mask = (unsigned)(entry.y >> 32);
+    }
+    if (i < words) value = truth[(size_t)(replay % pool) * stride + word];
     if (place == BEFORE_STORES) {
         __syncthreads();
         if (fence) __threadfence();
@@ -43,7 +53,14 @@ extern "C" __global__ void pdl_stress_source(const uint4* truth, uint4* out, uns
         while (now() - start < delay_ns) {
         }
     }
-    if (i < words) out[i] = value;
+    if (i < words) {
+        if (mask == 0xffff) {
+            *target = value;
+        } else {
+            for (int byte = 0; byte < 16; ++byte)
+                if (mask >> byte & 1) ((unsigned char*)target)[byte] = ((const unsigned char*)&value)[byte];
+        }
+    }
     // One thread's trigger counts for its CTA: every store of the CTA must come first, and the last stamp too.
     __syncthreads();
     if (stamps && threadIdx.x == 0) atomicMax(&stamps[2], now());
@@ -102,5 +119,23 @@ extern "C" __global__ void pdl_stress_boundary(uint4* rows, unsigned words, cons
             counters[TICKET] = 0;
             counters[REPLAY] += advance;
         }
+    }
+}
+
+// Neighbours: they run beside the chain and touch none of its memory. This one keeps its SM to itself: it is launched with
+// all the shared memory that a CTA may have.
+extern "C" __global__ void pdl_stress_hold(u64 ns) {
+    const u64 start = now();
+    while (now() - start < ns) {
+    }
+}
+
+// This one keeps the memory and the L2 busy: it rewrites `data` until `ns` have passed.
+extern "C" __global__ void pdl_stress_stream(uint4* data, u64 words, u64 ns) {
+    const u64 start = now(), step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; now() - start < ns; i = (i + step) % words) {
+        uint4 value = data[i];
+        ++value.x;
+        data[i] = value;
     }
 }

@@ -1,26 +1,17 @@
-"""What a native kernel's machine code holds of PDL, read from the cubin itself: no disassembler, no GPU.
+"""What a native kernel's machine code holds of PDL, and whether that is what its behaviour says. No GPU.
 
 Compilers undo and add things; a control whose fault was compiled away proves nothing. `verify` compares the machine
 code of a variant with what its behaviour says.
-
-Facts behind the reader (compared with nvdisasm for sm_90a, 100a, 103a, 120a): a cubin is a little-endian ELF64 file; a
-kernel's code is the section `.text.<kernel>`; an instruction is an aligned slot of 16 bytes whose low 12 bits name it;
-bits 12 to 15 are its guard predicate (7: always, 15: never).
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from fusions.ops import native
 from fusions.ops.native import Behaviour
+from pdl_stress.sass.cubin import OPCODES, Instruction, instructions, text_sections
 
-OPCODES = {0x82E: "ACQBULK", 0x82D: "PREEXIT", 0x981: "LDG", 0x986: "STG", 0x5B4: "UTMALDG", 0x992: "MEMBAR"}
-_ALWAYS = 7
-_SLOT = 16
 _MANY = 1 << 30
 
 
@@ -29,14 +20,6 @@ class SassMismatch(AssertionError):
 
     Do not use the variant; compile with another NVRTC, or mend the source's marked points.
     """
-
-
-class Instruction(NamedTuple):
-    """opcode: its name where `OPCODES` knows it, else its 12 bits in hexadecimal. offset: bytes from the start."""
-
-    opcode: str
-    predicated: bool
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -58,37 +41,6 @@ class PdlCensus:
     stores_before_trigger: int
     stores_after_trigger: int
     tma_loads: int
-
-
-def text_sections(cubin: bytes) -> dict[str, bytes]:
-    """The machine code of each kernel, by the kernel's name. Raises ValueError where `cubin` is no ELF64 file."""
-    if cubin[:6] != b"\x7fELF\x02\x01":
-        raise ValueError(
-            "not a cubin: expected a little-endian ELF64 file; take the code before any compression or fat binary"
-        )
-    (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    entry_size, count, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
-    headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry_size) for i in range(count)]
-    names = headers[names_index][4]
-    sections = {}
-    for name_offset, _, _, _, offset, size in headers:
-        start = names + name_offset
-        name = cubin[start : cubin.index(b"\0", start)].decode()
-        if name.startswith(".text."):
-            sections[name.removeprefix(".text.")] = cubin[offset : offset + size]
-    return sections
-
-
-def instructions(cubin: bytes) -> list[Instruction]:
-    """The instructions of the cubin's kernels, kernel after kernel."""
-    return [instruction for code in text_sections(cubin).values() for instruction in _decode(code)]
-
-
-def _decode(code: bytes) -> Iterator[Instruction]:
-    for offset in range(0, len(code) - _SLOT + 1, _SLOT):
-        word = code[offset] | code[offset + 1] << 8
-        opcode = word & 0xFFF
-        yield Instruction(OPCODES.get(opcode, f"{opcode:#05x}"), word >> 12 != _ALWAYS, offset)
 
 
 def pdl_census(cubin: bytes) -> PdlCensus:

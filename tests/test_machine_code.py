@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import itertools
-import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 
-from fusions.ops import native, sass
+from fusions.ops import native
 from fusions.ops.native import Behaviour
+from pdl_stress.catalog import machine_code
+from pdl_stress.sass.cubin import instructions, text_sections
 
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_120a")
 
@@ -31,16 +28,6 @@ def variants(kernel, fences=(False, True), extras=(False,)):
         yield behaviour
 
 
-def nvdisasm():
-    """The disassembler on the path, or the wheel's; None where there is neither."""
-    found = shutil.which("nvdisasm")
-    if found is None and (spec := importlib.util.find_spec("nvidia")) is not None:
-        for root in spec.submodule_search_locations or []:
-            for path in Path(root).glob("*/bin/nvdisasm"):
-                return str(path)
-    return found
-
-
 def test_the_variants_are_the_expected_number():
     assert len(list(variants("rmsnorm"))) == 52
     assert len(list(variants("tinygemm2"))) == 106
@@ -50,11 +37,13 @@ def test_the_variants_are_the_expected_number():
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_deployed_kernels_and_single_faults_hold_what_they_say(kernel, arch):
     deployed = native.DEPLOYED[kernel]
-    sass.verify(kernel, deployed, arch)
+    machine_code.verify(kernel, deployed, arch)
     for wait in ("barrier", "one_warp", "branch", "late", "never"):
-        sass.verify(kernel, Behaviour(wait, "after_stores"), arch)
+        machine_code.verify(kernel, Behaviour(wait, "after_stores"), arch)
     for trigger in native.TRIGGERS:
-        sass.verify(kernel, Behaviour(deployed.wait, trigger, fence=trigger != "none", delay=True, stamps=True), arch)
+        machine_code.verify(
+            kernel, Behaviour(deployed.wait, trigger, fence=trigger != "none", delay=True, stamps=True), arch
+        )
 
 
 @pytest.mark.slow
@@ -62,14 +51,14 @@ def test_deployed_kernels_and_single_faults_hold_what_they_say(kernel, arch):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_variant_holds_what_it_says(kernel, arch):
     for behaviour in variants(kernel):
-        sass.verify(kernel, behaviour, arch)
+        machine_code.verify(kernel, behaviour, arch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", native.KERNELS)
 def test_delay_and_stamps_change_no_order(kernel):
     for behaviour in variants(kernel, fences=(False,), extras=(True,)):
-        sass.verify(kernel, behaviour)
+        machine_code.verify(kernel, behaviour)
 
 
 @pytest.mark.parametrize("kernel", native.KERNELS)
@@ -90,7 +79,7 @@ def test_variants_of_a_kernel_have_the_same_parameters(kernel):
 
 def parameter_layout(cubin, kernel):
     """[(ordinal, offset, size)] from the kernel's `.nv.info` section: a record of kind 0x17 holds one parameter."""
-    code = sass_sections(cubin)[f".nv.info.{kernel}"]
+    code = every_section(cubin)[f".nv.info.{kernel}"]
     found, at = [], 0
     while at < len(code):
         form, attribute, size = code[at], code[at + 1], int.from_bytes(code[at + 2 : at + 4], "little")
@@ -105,7 +94,7 @@ def parameter_layout(cubin, kernel):
     return tuple(sorted(found))
 
 
-def sass_sections(cubin):
+def every_section(cubin):
     """Every section by name, read independently of the product's reader."""
     number = lambda at, size: int.from_bytes(cubin[at : at + size], "little")  # noqa: E731
     table, size, count, names = number(40, 8), number(58, 2), number(60, 2), number(62, 2)
@@ -116,29 +105,6 @@ def sass_sections(cubin):
         name = cubin[start : cubin.index(b"\0", start)].decode()
         sections[name] = cubin[number(header + 24, 8) :][: number(header + 32, 8)]
     return sections
-
-
-@pytest.mark.parametrize("kernel", native.KERNELS)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_decoder_agrees_with_the_disassembler(kernel, arch, tmp_path):
-    if (tool := nvdisasm()) is None:
-        pytest.skip("nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
-    for behaviour in (
-        native.DEPLOYED[kernel],
-        Behaviour("branch", "after_stores", fence=True, delay=True, stamps=True),
-        Behaviour("never", "none"),
-    ):
-        cubin = native.cubin(kernel, behaviour, arch)
-        (tmp_path / "kernel.cubin").write_bytes(cubin)
-        text = subprocess.run(
-            [tool, "-c", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True
-        ).stdout
-        line = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)")
-        known = set(sass.OPCODES.values())
-        seen = [(m[3], m[2] is not None, int(m[1], 16)) for m in line.finditer(text)]
-        decoded = sass.instructions(cubin)
-        assert [i.offset for i in decoded] == [offset for _, _, offset in seen]
-        assert [tuple(i) for i in decoded if i.opcode in known] == [entry for entry in seen if entry[0] in known]
 
 
 @pytest.mark.parametrize(
@@ -160,29 +126,23 @@ def test_the_decoder_agrees_with_the_disassembler(kernel, arch, tmp_path):
     ],
 )
 def test_a_variant_that_is_not_what_it_says_is_found(kernel, made, claimed, field):
-    census = sass.pdl_census(native.cubin(kernel, made))
-    with pytest.raises(sass.SassMismatch, match=field):
-        sass.check(census, sass.expected_census(kernel, claimed), "a variant")
+    census = machine_code.pdl_census(native.cubin(kernel, made))
+    with pytest.raises(machine_code.SassMismatch, match=field):
+        machine_code.check(census, machine_code.expected_census(kernel, claimed), "a variant")
 
 
 def test_verify_looks_at_the_code_it_names(monkeypatch):
     """A compiler that drops the wait is found by `verify` itself."""
     cubin = bytearray(native.cubin("rmsnorm", Behaviour("all")))
-    (wait,) = (i for i in sass.instructions(bytes(cubin)) if i.opcode == "ACQBULK")
-    start = bytes(cubin).index(sass.text_sections(bytes(cubin))["rmsnorm"])
+    (wait,) = (i for i in instructions(bytes(cubin)) if i.opcode == "ACQBULK")
+    start = bytes(cubin).index(text_sections(bytes(cubin))["rmsnorm"])
     cubin[start + wait.offset] = 0x18  # NOP is 0x918
     cubin[start + wait.offset + 1] = cubin[start + wait.offset + 1] & 0xF0 | 0x9
     monkeypatch.setattr(native, "cubin", lambda *_: bytes(cubin))
-    with pytest.raises(sass.SassMismatch, match="waits is 0, expected 1"):
-        sass.verify("rmsnorm", Behaviour("all"))
-
-
-def test_predicates_are_decoded():
-    word = lambda guard: ((guard << 12) | 0x82E).to_bytes(16, "little")  # noqa: E731
-    decoded = [i.predicated for i in sass._decode(word(7) + word(0) + word(8) + word(15))]
-    assert decoded == [False, True, True, True]
+    with pytest.raises(machine_code.SassMismatch, match="waits is 0, expected 1"):
+        machine_code.verify("rmsnorm", Behaviour("all"))
 
 
 def test_what_is_no_cubin_is_refused():
     with pytest.raises(ValueError, match="not a cubin"):
-        sass.pdl_census(b"PK\x03\x04" + bytes(64))
+        machine_code.pdl_census(b"PK\x03\x04" + bytes(64))
