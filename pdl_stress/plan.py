@@ -147,7 +147,7 @@ def uncontrolled(chain: Chain, nodes: list[NodeResult]) -> dict[str, str]:
         kernels = [node for node in nodes if node.step == step.name and node.kind == "kernel"]
         missing = next((node for node in kernels if node.waits is None), None)
         if missing is not None:  # its waits would stay
-            found[step.name] = f"no machine code of {missing.name}: {missing.code}"
+            found[step.name] = missing.code
         elif any(node.waits for node in kernels):
             continue
         elif kernels:

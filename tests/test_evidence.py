@@ -27,12 +27,21 @@ def check_origin(run: RunResult) -> None:
     assert run.command.startswith("pdl-stress run ")
 
 
-@pytest.mark.parametrize("name", ["csa2", "f00"])
+LIBRARIES = {
+    "csa2-flashinfer-reference": "flashinfer-reference",
+    "csa2-flashinfer": "flashinfer",
+    "mixed-native-norm": "rmsnorm=native,tinygemm2=flashinfer",
+    "mixed-native-gemm": "rmsnorm=flashinfer,tinygemm2=native",
+}
+"""Files of runs with library kernels, and their ops."""
+
+
+@pytest.mark.parametrize("name", ["csa2", "f00", *LIBRARIES])
 def test_clean_runs(name: str) -> None:
     run = load_json(FOLDER / f"{name}.json")
     check_origin(run)
     assert run.verdict is Outcome.PASS
-    if name == "csa2":
+    if name.startswith("csa2"):
         assert [case.chain for case in run.cases] == list(catalog.SHIPPED)
     for case in run.cases:
         assert case.mismatches == 0
@@ -60,6 +69,37 @@ def test_the_evidence_is_of_todays_plan() -> None:
             for job in wanted
             for c in [job.control]
         ]
+
+
+@pytest.mark.parametrize(("name", "ops"), LIBRARIES.items())
+def test_library_kernels_ran_and_were_controlled_by_their_own_machine_code(name: str, ops: str) -> None:
+    run, plan = load_json(FOLDER / f"{name}.json"), Plan()
+    assert f"--ops {ops}" in run.command
+    for case in run.cases:
+        chain = catalog.load(case.chain, ops)
+        arms = [(job.name, job.step, job.delay_us) for job in clean_jobs(chain, plan) if isinstance(job, ArmJob)]
+        assert [(arm.name, arm.step, arm.delay_us) for arm in case.arms] == arms
+        wanted = [job for job in control_jobs(chain, plan, case.nodes) if isinstance(job, ControlJob)]
+        assert [(c.fault, c.variant, c.writer, c.reader, c.delay_us, c.expected, c.reason) for c in case.controls] == [
+            (c.fault, c.variant, c.edge.writer, c.edge.reader, c.delay_us, job.expected, job.reason)
+            for job in wanted
+            for c in [job.control]
+        ]
+        assert case.uncontrolled == {}
+        libraries = {step.name for step in chain.steps if not step.op.rebuildable}
+        found = {node.step: (node.waits, node.code.endswith(".so")) for node in case.nodes if node.step in libraries}
+        assert found == dict.fromkeys(libraries, (1, True)), "each kernel's wait, in the library's own code"
+        assert case.exposure.startswith("profiler")
+
+
+def test_which_of_flashinfers_kernels_ran() -> None:
+    """The library picks a wgmma program for wide projections; the reference never is one."""
+    for name, picks in (("csa2-flashinfer", True), ("csa2-flashinfer-reference", False)):
+        for case in load_json(FOLDER / f"{name}.json").cases:
+            for node in case.nodes:
+                if "projection" in node.step:
+                    narrow = node.step == "kv_projection"
+                    assert ("wgmma" in node.name) is (picks and not narrow), (name, node.step, node.name)
 
 
 def test_the_founding_control_is_the_one_of_the_docs() -> None:

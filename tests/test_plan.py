@@ -291,17 +291,17 @@ def test_a_census_says_nothing_about_kernels_that_are_rebuilt(name: str, waits: 
 @pytest.mark.parametrize(
     ("nodes", "why"),
     [
-        ([node("q_norm", None, "no library holds it")], "no machine code of kernel of q_norm: no library holds it"),
+        ([node("q_norm", None, "no library holds it")], "no library holds it"),
         ([node("q_norm", 0)], "the machine code of kernel of q_norm (lib.so) holds no wait"),
         ([node("q_norm", None, kind="memset")], "it launches no kernel"),
         ([], "it launches no kernel"),
         (
             [node("q_norm", 0), node("q_norm", None, "stripped")],
-            "no machine code of kernel of q_norm: stripped",
+            "stripped",
         ),
         (
             [node("q_norm", 1), node("q_norm", None, "stripped")],  # its other waits would stay
-            "no machine code of kernel of q_norm: stripped",
+            "stripped",
         ),
     ],
     ids=["no code", "no wait", "no kernel", "nothing", "two kernels, one without code", "only one of two known"],

@@ -72,7 +72,7 @@ class Surgeon:
             try:
                 code = self._finder.find(symbol, architecture()).code
             except CodeNotFound as error:
-                raise PdlStressError(f"no machine code of {symbol}: {error}") from error
+                raise PdlStressError(str(error)) from error
             self._counts[symbol] = len(wait_sites(code, symbol))
         return self._counts[symbol]
 

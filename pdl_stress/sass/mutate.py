@@ -2,10 +2,10 @@
 
 A mutant is a control: the very kernel under test, without one of its waits. So what it lost must be exact. A wait
 (`ACQBULK`) becomes a `NOP` by its opcode alone, the low 12 bits of its 16-byte slot; guard predicate (bits 12 to 15)
-and control word (bits 105 to 127: stall, yield, barriers) stay. Facts behind that, from nvcc 13.0 and NVRTC 12.4 to
-13.5, sm_90 to sm_121: the operand bits 16 to 104 are zero in every `ACQBULK` and in every `NOP` that the compilers
-write, the two use the same control words, neither sets a scoreboard, and nvdisasm reads `@P0 NOP` as it reads
-`@P0 ACQBULK`. A wait that is encoded otherwise is refused, not guessed at.
+and control word (bits 105 to 127: stall, yield, barriers) stay. Facts behind that, read in what NVRTC 13.5 makes for
+sm_90 to sm_121: the operand bits 16 to 104 are zero in every `ACQBULK` and in every `NOP`, the two use the same control
+words, neither sets a scoreboard, and nvdisasm reads `@P0 NOP` as it reads `@P0 ACQBULK`. nvcc 13.0's `ACQBULK` is the
+same in all libraries that were tried. A wait that is encoded otherwise is refused, not guessed at.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pdl_stress.errors import PdlStressError
 from pdl_stress.sass.cubin import SLOT, Function, functions, has_capsule
 from pdl_stress.sass.tools import find_tool
 
-TIME_LIMIT = 120.0  # seconds for one disassembly; 1 MB of code takes about 3
+TIME_LIMIT = 120.0  # seconds for one disassembly; half a second to start, then some 2 for each MB of code
 
 _WAIT, _TRIGGER, _NOP = 0x82E, 0x82D, 0x918
 _OPCODE = 0xFFF
