@@ -11,7 +11,7 @@ from .chain import Chain
 from .collect import control_result, power_window, take, take_error
 from .faults import MUST_CATCH_US, Control, expectations, plan_controls, plant
 from .jobs import ArmJob, Job
-from .plan import Plan, clean_jobs, control_jobs, exposure_jobs, uncontrolled
+from .plan import Plan, clean_jobs, control_jobs, exposure_jobs, uncontrolled, untested
 from .results import CaseResult, ControlResult, DataEdgeResult
 from .verdict import judge_hardware, judge_model
 
@@ -19,7 +19,7 @@ MOST_FAILURES = 2
 """Controls of a case that may hang or fault before the rest of them is given up."""
 
 
-PHASES = ("arms", "controls", "profiled")
+PHASES = ("arms", "controls", "patched", "profiled")
 
 
 class Executes(Protocol):
@@ -172,21 +172,25 @@ def run_on_gpu(
     def jobs_of(phase: str, case: CaseResult, chain: Chain) -> list[Job]:
         if phase == "arms":
             return clean_jobs(chain, plan) + ([] if profiled[chain.name] else watched[chain.name])
-        return control_jobs(chain, plan, case.nodes or None) if phase == "controls" else profiled[chain.name]
+        if phase == "profiled":
+            return profiled[chain.name]
+        # Kernels whose machine code was broken run after everything else of every chain: a library may keep state.
+        jobs = control_jobs(chain, plan, case.nodes or None)
+        return [job for job in jobs if bool(job.patched) is (phase == "patched")]
 
     counts = {}
     for case, chain in zip(cases, chains, strict=True):
-        arms, possible = jobs_of("arms", case, chain), len(control_jobs(chain, plan))
-        case.planned = (sum(isinstance(job, ArmJob) for job in arms), possible)
-        counts.update({("arms", chain.name): len(arms), ("controls", chain.name): possible})
-        counts["profiled", chain.name] = len(profiled[chain.name])
+        counts.update({(phase, chain.name): len(jobs_of(phase, case, chain)) for phase in PHASES})
+        arms = sum(isinstance(job, ArmJob) for job in jobs_of("arms", case, chain))
+        case.planned = (arms, counts["controls", chain.name] + counts["patched", chain.name])
     done = 0
     for phase in PHASES:
         for case, chain in zip(cases, chains, strict=True):
             started, jobs = time.monotonic(), jobs_of(phase, case, chain)
             if phase == "controls":  # now it is known which are possible
                 case.uncontrolled = uncontrolled(chain, case.nodes) if case.nodes else {}
-                case.planned = (case.planned[0], len(jobs))
+                case.untested = [] if plan.planted or case.errors else untested(chain, case.nodes)
+                case.planned = (case.planned[0], len(jobs) + len(jobs_of("patched", case, chain)))
             counts[phase, chain.name] = len(jobs)
             total = sum(counts.values())
 

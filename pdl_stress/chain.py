@@ -24,6 +24,9 @@ from .op import Op
 PRODUCER = "producer"
 """Name of the source step that writes the chain's inputs."""
 
+LATE_WEIGHT = "late_weight"
+"""Name of the source step that a control inserts to write an independent operand late."""
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\Z")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
@@ -203,8 +206,8 @@ class Chain:
         _check_name("step", name)
         if not isinstance(op, Op):
             raise UsageError(f"step {name!r}: {op!r} is no op; declare its contract with pdl_stress.op(...) first.")
-        if name == PRODUCER:
-            raise UsageError(f"step name {name!r} is reserved: the kernel that writes the inputs is called so.")
+        if name in (PRODUCER, LATE_WEIGHT):
+            raise UsageError(f"step name {name!r} is reserved: a kernel that the harness puts into the chain has it.")
         if any(name == s.name for s in self._steps):
             raise UsageError(f"step {name!r}: the name is taken; step names of a chain are unique.")
         if set(operands) != set(op.contract.operands):
@@ -305,11 +308,12 @@ class Chain:
         steps, found = self.steps, []
         for index, later in enumerate(steps):
             for _, written in later.writes():
-                reads_it = any(view.overlaps(written) for _, view in later.reads())
                 for earlier in steps[:index]:
                     if any(view.overlaps(written) for _, view in earlier.reads()):
                         found.append(f"{later.name} writes {written}, which {earlier.name} reads")
-                    elif not reads_it and any(view.overlaps(written) for _, view in earlier.writes()):
+                        continue
+                    before = [view for _, view in earlier.writes() if view.overlaps(written)]
+                    if any(not any(read.overlaps(view) for _, read in later.reads()) for view in before):
                         found.append(f"{later.name} writes {written}, which {earlier.name} wrote")
         return found
 

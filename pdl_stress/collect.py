@@ -40,8 +40,13 @@ def take(case: CaseResult, job: Job, answer: Any) -> None:
     elif isinstance(job, ExposureJob) and isinstance(answer, ExposureAnswer):
         _take_exposure(case, job.name, answer)
     elif isinstance(job, ControlJob) and isinstance(answer, ControlAnswer):
-        mine, theirs = control_result(job.control, model.Expectation(job.expected, job.reason)), answer.result
-        _same(*[(c.fault, c.variant, c.writer, c.reader, c.delay_us, c.expected) for c in (theirs, mine)])
+        mine, theirs = _of_job(job), answer.result
+        _same(
+            *[
+                (c.fault, c.variant, c.writer, c.reader, c.buffer, c.delay_us, c.expected, c.patched)
+                for c in (theirs, mine)
+            ]
+        )
         case.controls.append(theirs)
         case.sass.update(answer.sass)
     else:
@@ -60,6 +65,12 @@ def control_result(control: Control, expectation: model.Expectation) -> ControlR
         control.fault, control.variant, edge.reader, edge.writer, edge.reader, edge.buffer, control.delay_us,
         expectation.expected, expectation.reason,
     )  # fmt: skip
+
+
+def _of_job(job: ControlJob) -> ControlResult:
+    result = control_result(job.control, model.Expectation(job.expected, job.reason))
+    result.patched = job.patched
+    return result
 
 
 def _take_arm(case: CaseResult, job: ArmJob, answer: ArmAnswer) -> None:
@@ -100,7 +111,7 @@ def take_error(case: CaseResult, job: Job, error: Exception) -> None:
     """Enters the failure of a job. What the job was about stays visible; it grades nothing."""
     text = str(error) if isinstance(error, PdlStressError) else f"{type(error).__name__}: {error}"
     if isinstance(job, ControlJob):
-        result = control_result(job.control, model.Expectation(job.expected, job.reason))
+        result = _of_job(job)
         result.verdict, result.note = "error", text
         case.controls.append(result)
         return

@@ -13,7 +13,7 @@ from typing import Any
 
 from . import model
 from .buffers import Role
-from .chain import Chain, DataEdge, Patch, source_step
+from .chain import LATE_WEIGHT, Chain, DataEdge, Patch, source_step
 from .contract import Trigger, Wait
 from .errors import UnsupportedVariant, UsageError
 
@@ -29,7 +29,6 @@ MUST_CATCH_US = 10.0
 A launch from a programmatic edge takes about a microsecond; ten leave room for it on any clock. Narrower windows are
 counted for the power curve, but promise nothing."""
 
-LATE_WEIGHT = "late_weight"
 LATE_ROWS = 16
 
 RELOADED = "loaded again, waits kept (twin)"
@@ -58,11 +57,13 @@ class Control:
     def name(self) -> str:
         return f"{self.fault} {self.variant} @ {self.edge.writer}->{self.edge.reader}, {self.delay_us:g} us"
 
-    @property
-    def patch(self) -> Patch | None:
-        """The explicit change of the reader's machine code, if there is one."""
-        patch: Patch | None = self.changes.get(self.edge.reader, {}).get("patch")
-        return patch
+    def patch(self, chain: Chain) -> Patch | None:
+        """What is done to the reader's machine code on ``chain`` (unchanged), if anything.
+
+        Raises:
+            UnsupportedVariant: as :meth:`apply`.
+        """
+        return self.apply(chain)[self.edge.reader].patch
 
     def apply(self, chain: Chain) -> Chain:
         """The chain with the fault in it.
@@ -84,7 +85,8 @@ class Control:
         return self._in_its_window(self._by_the_rules(chain))
 
     def _by_the_rules(self, chain: Chain) -> model.Expectation:
-        if self.patch is not None and self.patch.remove:  # the model knows contracts, not single waits
+        patch = self.patch(chain)
+        if patch is not None and patch.remove:  # the model knows contracts, not single waits
             return model.Expectation(
                 "unpromised", "one wait of several was removed; the others may still order the read"
             )
@@ -141,13 +143,11 @@ def _founding(chain: Chain, edge: DataEdge, delay_us: float) -> Iterator[Control
             yield Control("F00", variant, edge, delay_us, changes)
 
 
-def _never_waits(chain: Chain, edge: DataEdge, delay_us: float) -> Iterator[Control]:
-    """F02: the reader never waits. If that is done to its machine code, the code itself must be sane: see
-    :data:`RELOADED`."""
-    yield from _waits(Wait.NEVER, "F02:never waits", between=False)(chain, edge, delay_us)
-    changes = perturbation(edge, delay_us)
-    changes[edge.reader] = {**changes.get(edge.reader, {}), "patch": Patch(())}
-    yield Control("F02", RELOADED, edge, delay_us, changes)
+def reloaded(control: Control) -> Control:
+    """The twin of a control that patches its reader: see :data:`RELOADED`."""
+    edge = control.edge
+    changes = {**perturbation(edge, control.delay_us), edge.reader: {"patch": Patch(())}}
+    return Control(control.fault, RELOADED, edge, control.delay_us, changes)
 
 
 def one_wait_removed(edge: DataEdge, delay_us: float, site: int) -> Control:
@@ -193,7 +193,7 @@ FAULTS: dict[str, Fault] = {
     for fault in (
         Fault("F00", "early or late trigger x the consumer waits or not", _founding),
         Fault("F01", "reads before the wait", _waits(Wait.LATE, "F01:reads, then waits")),
-        Fault("F02", "has the attribute, never waits", _never_waits),
+        Fault("F02", "has the attribute, never waits", _waits(Wait.NEVER, "F02:never waits", between=False)),
         Fault("F04", "only some warps wait, no barrier behind them", _partial_wait),
         Fault("F05", "waits on some paths only", _waits(Wait.BRANCH, "F05:wait under a condition that is false")),
         Fault("F07", "skips its wait because the data is two kernels old", _two_kernels_old),
@@ -238,7 +238,21 @@ def plan_controls(chain: Chain, ids: tuple[str, ...] | None, delays_us: tuple[fl
                     except UnsupportedVariant:
                         continue
                     controls.append(control)
-    return controls
+    return controls + _twins(chain, controls)
+
+
+def _twins(chain: Chain, controls: list[Control]) -> list[Control]:
+    """For each data edge and window where machine code is patched, a control that patches nothing."""
+    found: dict[tuple[DataEdge, float], Control] = {}
+    for control in controls:
+        if control.patch(chain) is not None:
+            try:
+                twin = reloaded(control)
+                twin.apply(chain)
+            except UnsupportedVariant:
+                continue
+            found.setdefault((control.edge, control.delay_us), twin)
+    return list(found.values())
 
 
 def expectations(chain: Chain, controls: list[Control]) -> list[tuple[Control, model.Expectation]]:

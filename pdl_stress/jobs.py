@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import model
 from .chain import Chain, Step
 from .errors import UnsupportedVariant
 from .faults import Control, perturbation
@@ -106,7 +107,7 @@ class ExposureAnswer:
 
 @dataclass(frozen=True)
 class ControlJob:
-    """Run one control, and its serialized twin if it kills."""
+    """Run one control, and its serialized twin if it kills. ``patched``: what is done to the reader's machine code."""
 
     chain: str
     fingerprint: str
@@ -114,6 +115,7 @@ class ControlJob:
     expected: str
     reason: str
     replays: int
+    patched: str = ""
 
     def describe(self) -> str:
         return f"control {self.control.name}"
@@ -154,19 +156,19 @@ def delayed_variants(chain: Chain, step: Step, delay_us: float) -> list[tuple[st
                 everywhere.setdefault(between, dict(fields))
         else:
             apart[f"{name}, read by {edge.reader}"] = changes
-    # Where every reader has an arm of its own, the common one would show nothing.
-    alone = apart and all(f"{name}, read by {e.reader}" in apart for e in chain.data_edges if e.writer == step.name)
-    found = [*([] if alone else [(name, everywhere)]), *apart.items()]
-    return [(label, changes) for label, changes in found if _is_possible(chain, changes)]
+    found = [(name, everywhere), *apart.items()]
+    return [(label, changes) for label, changes in found if _is_sound(chain, changes)]
 
 
-def _is_possible(chain: Chain, changes: Changes) -> bool:
-    """False if some step can neither be rebuilt nor replaced; then its data edges stay unexposed, and cost the PASS."""
+def _is_sound(chain: Chain, changes: Changes) -> bool:
+    """False if some step can neither be rebuilt nor replaced, or if the chain relies on what is changed (such as a
+    fence before a trigger): then it would be wrong under the perturbation, and rightly so. Its data edges stay
+    unexposed, and that costs the PASS."""
     try:
-        chain.varied(changes)
+        varied = chain.varied(changes)
     except UnsupportedVariant:
         return False
-    return True
+    return bool(model.find_races(chain, model.DOCUMENTED)) or not model.find_races(varied, model.DOCUMENTED)
 
 
 def plan_arms(chain: Chain, replays: int, delays_us: tuple[float, ...]) -> list[ArmJob]:

@@ -9,9 +9,10 @@ from typing import Any
 
 from . import model
 from .chain import Chain
-from .errors import UsageError
+from .errors import UnsupportedVariant, UsageError
 from .faults import (
     DELAYS_US,
+    RELOADED,
     Control,
     expectations,
     is_wanted,
@@ -130,8 +131,12 @@ def exposure_jobs(chain: Chain, plan: Plan) -> list[Job]:
     jobs: list[Job] = [ExposureJob(chain.name, mark, "as deployed", profiled=profiled)]
     for step in chain.steps:
         arms = delayed_arms(chain, step, EXPOSING_DELAY_US)
-        # Of the last step, which nothing reads, only what comes behind it in the next replay is of interest.
-        for name, changes, back_to_back in arms if step.name != chain.steps[-1].name else arms[-1:]:
+        readers = {edge.reader for edge in chain.data_edges if edge.writer == step.name}
+        if not readers:
+            arms = arms[-1:]  # only what comes behind the last step in the next replay is of interest
+        elif len(arms) > len(readers):
+            arms = arms[1:]  # every reader has an arm of its own, and the common one exposes none of them
+        for name, changes, back_to_back in arms:
             label = f"{name} ({step.name}, {EXPOSING_DELAY_US:g} us)"
             jobs.append(ExposureJob(chain.name, mark, label, changes, back_to_back=back_to_back, profiled=profiled))
     return jobs
@@ -157,8 +162,38 @@ def uncontrolled(chain: Chain, nodes: list[NodeResult]) -> dict[str, str]:
     return found
 
 
-def control_jobs(chain: Chain, plan: Plan, nodes: list[NodeResult] | None = None) -> list[Job]:
-    """The controls of a chain, each with what the model expects of it.
+def untested(chain: Chain, nodes: list[NodeResult]) -> list[str]:
+    """What the census shows that no arm and no control of the chain could: each costs the PASS.
+
+    A step that launches nothing; a kernel that is launched to overlap and holds no wait, although its contract says
+    that it waits (the model, and every stand-in that takes its place, believe the contract); several kernels of one
+    step that overlap (what they hand to each other is no data edge of the chain).
+    """
+    found = []
+    for step in chain.steps:
+        mine = [node for node in nodes if node.step == step.name]
+        kernels = [node for node in mine if node.kind == "kernel"]
+        overlapping = [node for node in kernels if "programmatic" in node.incoming]
+        if not kernels:
+            found.append(f"{step.name} launches no kernel")
+        for node in overlapping:
+            if step.contract.wait.holds_completion and node.waits == 0:
+                found.append(
+                    f"{step.name}: the contract says that it waits ({step.contract.wait}), "
+                    f"and the machine code of {node.name} ({node.code}) holds no wait"
+                )
+        if any(node in mine[1:] for node in overlapping):
+            names = ", ".join(node.name or node.kind for node in mine)
+            found.append(
+                f"{step.name} launches several nodes that overlap ({names}): what they hand to each other is not under "
+                "test; make each a step"
+            )
+    return found
+
+
+def control_jobs(chain: Chain, plan: Plan, nodes: list[NodeResult] | None = None) -> list[ControlJob]:
+    """The controls of a chain, each with what the model expects of it; those that patch machine code last, and of these
+    the ones that change nothing first: whatever state a library keeps, no broken kernel has spoilt it for them.
 
     Args:
         nodes: census of the chain's graph: which kernels' waits can be removed, and how many waits they have. ``None``:
@@ -169,20 +204,34 @@ def control_jobs(chain: Chain, plan: Plan, nodes: list[NodeResult] | None = None
     planned = plan_controls(chain, plan.faults, plan.delays_us)
     if nodes is not None:
         without = set(uncontrolled(chain, nodes))
-        planned = [c for c in planned if not any(s.patch and s.name in without for s in c.apply(chain).steps)]
-        planned += _single_waits(chain, plan, nodes)
-    controls = expectations(chain, planned)
-    return [
-        ControlJob(chain.name, chain.fingerprint, control, expected.expected, expected.reason, plan.control_replays)
-        for control, expected in controls
-    ]
+        planned = [c for c in planned if not (c.patch(chain) and c.edge.reader in without)]
+        planned += _single_waits(chain, plan, nodes, without)
+    jobs = []
+    for control, expected in expectations(chain, planned):
+        if control.variant == RELOADED and expected.expected == "caught":
+            continue  # the kernel as it is goes wrong under this perturbation: no twin of anything
+        patch = control.patch(chain)
+        jobs.append(
+            ControlJob(
+                chain.name, chain.fingerprint, control, expected.expected, expected.reason, plan.control_replays,
+                "" if patch is None else str(patch),
+            )
+        )  # fmt: skip
+    return sorted(jobs, key=lambda job: (bool(job.patched), job.patched and job.control.variant != RELOADED))
 
 
-def _single_waits(chain: Chain, plan: Plan, nodes: list[NodeResult]) -> list[Control]:
+def _single_waits(chain: Chain, plan: Plan, nodes: list[NodeResult], without: set[str]) -> list[Control]:
     """Controls with one wait removed, of kernels that have several and cannot be rebuilt."""
     found = []
     for edge in chain.data_edges:
         count = sum(node.waits or 0 for node in nodes if node.step == edge.reader)
-        if count > 1 and not chain[edge.reader].op.rebuildable and is_wanted(plan.faults, "F02", edge):
-            found += [one_wait_removed(edge, delay, site) for site in range(count) for delay in plan.delays_us]
+        fixed = not chain[edge.reader].op.rebuildable and edge.reader not in without
+        if count < 2 or not fixed or not is_wanted(plan.faults, "F02", edge):
+            continue
+        for control in (one_wait_removed(edge, delay, site) for site in range(count) for delay in plan.delays_us):
+            try:
+                control.apply(chain)
+            except UnsupportedVariant:
+                continue
+            found.append(control)
     return found

@@ -68,6 +68,7 @@ class ControlResult:
 
     Args:
         expected: ``caught``, ``clean`` or ``unpromised``, decided by the model before the run; ``reason`` says why.
+        patched: what was done to the reader's machine code, if anything.
         cause_checked: the same binaries with full edges were bitwise clean. ``None``: nothing to check.
         verdict: ``caught``, ``missed``, ``clean``, ``dirty``, ``seen``, ``not seen``, ``refuted``, ``ordered``,
             ``allowed`` or ``error``.
@@ -87,6 +88,7 @@ class ControlResult:
     cause_checked: bool | None = None
     verdict: str = ""
     note: str = ""
+    patched: str = ""
 
 
 @dataclass
@@ -164,6 +166,8 @@ class CaseResult:
     """Census of the graph as deployed: the nodes of one replay."""
     uncontrolled: dict[str, str] = field(default_factory=dict)
     """Steps whose waits cannot be taken away, with the reason: no control of theirs is possible."""
+    untested: list[str] = field(default_factory=list)
+    """What the census shows that no arm and no control could: reasons against a PASS."""
     edges: list[EdgeResult] = field(default_factory=list)
     data_edges: list[DataEdgeResult] = field(default_factory=list)
     controls: list[ControlResult] = field(default_factory=list)

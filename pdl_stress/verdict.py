@@ -29,6 +29,7 @@ def judge_hardware(case: CaseResult) -> tuple[Outcome, list[str]]:
     found += [
         (Outcome.INCONCLUSIVE, f"no control of {step} is possible: {why}") for step, why in case.uncontrolled.items()
     ]
+    found += [(Outcome.INCONCLUSIVE, text) for text in case.untested]
     found += _judge_arms(case)
     found += _judge_controls(case)
     found += _judge_edges(case)
@@ -99,7 +100,29 @@ def _judge_controls(case: CaseResult) -> list[tuple[Outcome, str]]:
         elif control.expected == "clean" and (control.verdict != "clean" or not control.replays or control.note):
             text = f"{control.verdict or 'no verdict'} after {control.replays} replays; {control.note}".rstrip("; ")
             found.append((Outcome.INCONCLUSIVE, f"control {name} must be shown clean and was not: {text}"))
-    return found + _unperturbed(case) + _uncovered(case, "caught", Outcome.INCONCLUSIVE)
+    return found + _without_twin(case) + _unperturbed(case) + _uncovered(case, "caught", Outcome.INCONCLUSIVE)
+
+
+def _without_twin(case: CaseResult) -> list[tuple[Outcome, str]]:
+    """Controls that were caught with patched machine code, where the unpatched code, put in the same way, was not seen
+    to be clean under the same perturbation."""
+    if case.planted:
+        return []
+    clean = {
+        (c.writer, c.reader, c.buffer, c.delay_us)
+        for c in case.controls
+        if c.variant == RELOADED and c.replays and not c.kills and c.verdict in ("clean", "not seen") and not c.note
+    }
+    alone = [
+        c
+        for c in case.controls
+        if c.patched and c.kills and c.expected == "caught" and (c.writer, c.reader, c.buffer, c.delay_us) not in clean
+    ]
+    why = "was caught with patched machine code; the same code unpatched was not shown to be clean there"
+    return [
+        (Outcome.INCONCLUSIVE, f"control {c.fault} ({c.variant}) on {c.writer}->{c.reader}, {c.delay_us:g} us, {why}")
+        for c in alone
+    ]
 
 
 def _unperturbed(case: CaseResult) -> list[tuple[Outcome, str]]:

@@ -172,7 +172,7 @@ class Bench:
             for step in steps:
                 assert step.patch is not None
                 lines = self.surgeon.operate(here[step.name], step.patch)
-                captured.patched[f"{step.op.name}, {step.patch}"] = "; ".join(lines)
+                captured.patched[f"{step.op.name} ({step.name}), {step.patch}"] = "; ".join(lines)
 
     def _warm_up(self, captured: Captured, stamps: Any) -> None:
         """Loads every kernel and every table of the variant: nothing may be loaded while a stream is capturing."""

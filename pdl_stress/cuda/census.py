@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..errors import PdlStressError
 from ..results import NodeResult
-from ..sass.finder import CodeFinder, CodeNotFound
+from ..sass.finder import CodeFinder
 from ..sass.mutate import triggers, wait_sites
 from . import nodes as graph_nodes
 
@@ -49,10 +50,9 @@ def describe(node: Any, incoming: Iterable[str], finder: CodeFinder, step: str =
     result.attributes = graph_nodes.attributes(node)
     try:
         found = finder.find(kernel.symbol, architecture())
-    except CodeNotFound as error:
+        result.waits = len(wait_sites(found.code, kernel.symbol))
+        result.triggers = len(triggers(found.code, kernel.symbol))
+        result.code = found.origin
+    except PdlStressError as error:  # not found, or no cubin that can be read
         result.code = str(error)
-        return result
-    result.code = found.origin
-    result.waits = len(wait_sites(found.code, kernel.symbol))
-    result.triggers = len(triggers(found.code, kernel.symbol))
     return result

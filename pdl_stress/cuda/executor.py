@@ -140,7 +140,7 @@ class Executor:
         result = ControlResult(
             control.fault, control.variant, edge.reader, edge.writer, edge.reader, edge.buffer, control.delay_us,
             job.expected, job.reason, counts.replays, kills, cause_checked, verdict,
-            "" if counts.agree else "device and host counts differ",
+            "" if counts.agree else "device and host counts differ", job.patched,
         )  # fmt: skip
         return ControlAnswer(result, sass | captured.patched)
 

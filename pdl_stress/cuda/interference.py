@@ -83,6 +83,8 @@ def _profiler(libraries: dict[str, str]) -> Finding:
     found += [f"{library} ({tool})" for library, tool in libraries.items() if tool != _SANITIZER]
     if _torch_profiler_runs():
         found.append("torch.profiler is recording")
+    if getattr(sys.modules.get("pdl_stress.cuda.profiler"), "used", False):
+        found.append("pdl-stress has profiled in this process: start another, or give stress() a function")
     if found:
         return Finding(
             "profiler",

@@ -277,12 +277,19 @@ def launch(step: Step, operands: dict[str, Any], *, pdl: bool, stamps: Any = Non
         raise UsageError(f"step {step.name!r}: {step.op.name} returned {len(returned)} values, not {step.op.returns}.")
     for name, tensor in zip(step.op.returns, returned, strict=True):
         want = operands[name]
-        if _layout(tensor) != _layout(want):
+        if _layout(tensor) != _layout(want) or not _is_whole(tensor):
             raise UsageError(
                 f"step {step.name!r}: {step.op.name} returned {name!r} as {_layout(tensor)}, "
-                f"the chain's buffer is {_layout(want)} (dtype, shape, strides)."
+                f"the chain's buffer is {_layout(want)} (dtype, shape, strides); and it must be a tensor of its own, "
+                "no part of another."
             )
     return dict(zip(step.op.returns, returned, strict=True))
+
+
+def _is_whole(tensor: Any) -> bool:
+    """True if nothing but the tensor lies in its storage: a kernel that writes more would write behind the buffer."""
+    size = tensor.numel() * tensor.element_size()
+    return bool(tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == size)
 
 
 def _layout(tensor: Any) -> tuple[Any, ...]:

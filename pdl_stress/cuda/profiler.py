@@ -15,6 +15,9 @@ from . import graphs
 from .bench import Bench
 from .captured import Captured
 
+used = False
+"""Whether this process has profiled: see :func:`pdl_stress.cuda.device.verdict_blockers`."""
+
 
 class NoProfile(RuntimeError):
     """The profiler is not there, or its records cannot be what ran."""
@@ -38,8 +41,10 @@ def records(bench: Bench, captured: Captured, launches: int) -> list[Record]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
+    global used
     if ProfilerActivity.CUDA not in torch.profiler.supported_activities():
         raise NoProfile("this torch was built without a CUDA profiler")
+    used = True
     with graphs.Executable(captured.raw) as executable, torch.cuda.stream(bench.stream):
         bench.prime(captured)
         executable.launch(bench.handle)  # the first launch uploads the graph
@@ -55,7 +60,7 @@ def records(bench: Bench, captured: Captured, launches: int) -> list[Record]:
     found = [
         Record(event.name(), int(event.start_ns()), int(event.end_ns()))
         for event in events
-        if event.device_type().name == "CUDA" and not event.name().startswith(("Mem", "Context"))
+        if event.device_type().name == "CUDA" and not event.name().startswith(("Memset (", "Memcpy "))
     ]
     if not found:
         raise NoProfile("it recorded no kernel")

@@ -27,6 +27,11 @@ def redirect(nodes: list[Any], moves: dict[int, int]) -> None:
         PdlStressError: an old address stands in no parameter of the step's kernels.
         DeviceError: the driver does not say what the parameters are, or refuses new ones.
     """
+    if len(nodes) != 1:  # a memset of the old place, or scratch memory with the result's old address
+        raise PdlStressError(
+            f"an op that returns its result launches {len(nodes)} nodes; only one kernel can be led to another place. "
+            "Use an op that takes its output."
+        )
     found: set[int] = set()
     for kernel in filter(None, map(kernel_of, nodes)):
         values = [_moved(value, moves, found) for value in _parameters(kernel)]

@@ -18,10 +18,13 @@ from typing import Any
 
 from ..chain import Chain
 from ..errors import DeviceError, PdlStressError, UsageError
-from ..jobs import ArmJob, ControlJob, ExposureJob, Job
+from ..jobs import ArmJob, CensusJob, ControlJob, ExposureJob, Job
 
 START_SECONDS = 180.0
 """For importing torch, making a context and compiling on top of a job's own limit."""
+
+CENSUS_SECONDS = 150.0
+"""For ops that compile their kernels at the first launch, and for taking machine code out of large libraries."""
 
 KILL_SECONDS = 10.0
 """For a worker to end once told to; then it is killed."""
@@ -137,6 +140,8 @@ class Worker:
 
 def _seconds(job: Job) -> float:
     """A generous estimate of a job's replays: 100 us each, and its delay."""
+    if isinstance(job, CensusJob):
+        return CENSUS_SECONDS
     if isinstance(job, ArmJob):
         return job.replays * (100 + 3 * (job.delay_us or 0.0)) * 1e-6
     if isinstance(job, ControlJob):
