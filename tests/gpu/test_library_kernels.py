@@ -69,9 +69,17 @@ def test_further_kernels_pass(name: str) -> None:
     assert all(c.expected == "unpromised" and not c.kills for c in single), "the other wait still orders the read"
 
 
+def test_a_second_verdict_after_profiling_in_the_same_process_is_refused() -> None:
+    assert case_of(load("waits")).verdict is Outcome.PASS
+    again = case_of(load("waits"))
+    assert again.verdict is Outcome.INCONCLUSIVE
+    assert "has profiled in this process" in again.reasons[0]
+
+
 def test_a_kernel_that_never_waits_fails_in_its_early_release_arm() -> None:
     case = case_of(load("never"))
     assert case.verdict is Outcome.FAIL
+    assert any("the contract says that it waits" in reason for reason in case.reasons), "and its code says it does not"
     bad = {(arm.name, arm.step) for arm in case.arms if arm.mismatches}
     assert ("early release", "s0") in bad
     (worst,) = [arm.mismatch for arm in case.arms if (arm.name, arm.step) == ("early release", "s0")]
