@@ -39,8 +39,8 @@ def census(graph: Any, finder: CodeFinder | None = None) -> list[NodeResult]:
     return [describe(node, kinds, finder, path) for path, node, kinds in graph_nodes.walk(graph)]
 
 
-def describe(node: Any, incoming: Iterable[str], finder: CodeFinder, step: str = "") -> NodeResult:
-    """One node. ``incoming``: kinds of its incoming edges."""
+def describe(node: Any, incoming: Iterable[str], finder: CodeFinder | None, step: str = "") -> NodeResult:
+    """One node. ``incoming``: kinds of its incoming edges; without a ``finder`` its machine code is not looked for."""
     result = NodeResult(graph_nodes.kind(node), step=step, incoming=sorted(incoming))
     kernel = graph_nodes.kernel_of(node)
     if kernel is None:
@@ -48,6 +48,9 @@ def describe(node: Any, incoming: Iterable[str], finder: CodeFinder, step: str =
     result.symbol, result.name = kernel.symbol, graph_nodes.demangled(kernel.symbol)
     result.grid, result.block, result.shared_bytes = kernel.grid, kernel.block, kernel.shared_bytes
     result.attributes = graph_nodes.attributes(node)
+    if finder is None:
+        result.code = "not looked for"
+        return result
     try:
         found = finder.find(kernel.symbol, architecture())
         result.waits = len(wait_sites(found.code, kernel.symbol))

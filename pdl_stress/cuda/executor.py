@@ -63,16 +63,19 @@ class Executor:
         return self._control(bench, job)
 
     def _census(self, bench: Bench) -> CensusAnswer:
-        """Of the second replay of a graph: the first one has nothing before it."""
+        """Of the second replay of a graph: the first one has nothing before it.
+
+        Machine code is looked for where it matters, behind programmatic edges: a kernel with full ones may be torch's
+        own, in a library of a gigabyte.
+        """
         captured = bench.capture(bench.chain, unroll=2)
         into = nodes.incoming(captured.raw)
-        return CensusAnswer(
-            [
-                describe(node, [edge.kind for edge in into.get(int(node), [])], bench.finder, step)
-                for step, found in captured.nodes_of(1).items()
-                for node in found
-            ]
-        )
+        described = []
+        for step, found in captured.nodes_of(1).items():
+            for node in found:
+                kinds = [edge.kind for edge in into.get(int(node), [])]
+                described.append(describe(node, kinds, bench.finder if "programmatic" in kinds else None, step))
+        return CensusAnswer(described)
 
     def _bench_of(self, job: Job) -> Bench:
         judged = (job.chain, job.fingerprint)
