@@ -28,6 +28,22 @@ def residual_chain() -> Chain:
 
 
 @pytest.fixture
+def in_place() -> Chain:
+    """gemm writes x, scale changes it in place, norm reads it; none can be rebuilt."""
+    chain = Chain("in-place")
+    x, y = chain.buffer("x", (4,), "float32"), chain.buffer("y", (4,), "float32")
+
+    def fixed(name: str, **contract: tuple[str, ...]) -> Op:
+        made = KernelContract(**contract)
+        return Op(name, made, lambda **_: None, made)
+
+    chain.step("gemm", fixed("gemm", reads=("a",), writes=("o",)), a=chain.input("h", (4,), "float32"), o=x)
+    chain.step("scale", fixed("scale", reads=("x",), writes=("x",)), x=x)
+    chain.step("norm", fixed("norm", reads=("a",), writes=("o",)), a=x, o=y)
+    return chain
+
+
+@pytest.fixture
 def library() -> Callable[..., Chain]:
     """``library(name)``: a shipped chain whose kernels (or only those of the steps ``only``) cannot be rebuilt."""
 

@@ -60,6 +60,13 @@ def kernel_of(step: Step) -> str:
     return (step.op.kernels or (step.op.name,))[0]
 
 
+def kernel_node(step: Step, waits: int | None, name: str = "") -> NodeResult:
+    incoming = ["full" if step.name == "producer" else "programmatic"]
+    return NodeResult(
+        "kernel", name or kernel_of(step), step=step.name, incoming=incoming, waits=waits, code="lib.so"
+    )
+
+
 class Fake:
     """A healthy GPU. ``twist`` gets every job with its answer and may change it, replace it or raise."""
 
@@ -77,9 +84,7 @@ class Fake:
     def _answer(self, job: Job) -> Any:
         chain = self.chains[job.chain]
         if isinstance(job, CensusJob):
-            return CensusAnswer(
-                [NodeResult("kernel", kernel_of(s), step=s.name, waits=self.waits, code="lib.so") for s in chain.steps]
-            )
+            return CensusAnswer([kernel_node(step, self.waits) for step in chain.steps])
         if isinstance(job, ArmJob):
             variant = job.variant(chain)
             pairs = list(variant.edges)
@@ -106,7 +111,7 @@ class Fake:
         result = ControlResult(
             job.control.fault, job.control.variant, edge.reader, edge.writer, edge.reader, edge.buffer,
             job.control.delay_us, job.expected, job.reason, job.replays, kills, True if kills else None,
-            VERDICTS[job.expected],
+            VERDICTS[job.expected], patched=str(step.patch or ""),
         )  # fmt: skip
         return ControlAnswer(result, {f"{edge.reader}, {job.control.fault}": evidence})
 
@@ -187,8 +192,11 @@ def test_a_reader_behind_a_stand_in_gets_an_arm_of_its_own(library: Library) -> 
         ("early release, read by kv_projection", {"input_norm": late, "q_projection": {"trigger": Trigger.ENTRY}}),
     ]
     assert delayed_variants(chain, chain["q_norm"], 2.0) == [("early release", {"q_norm": late})], "nothing reads it"
-    only_behind = {"q_projection": late, "kv_projection": {"trigger": Trigger.ENTRY}}
-    assert delayed_variants(chain, chain["q_projection"], 2.0) == [("early release, read by q_norm", only_behind)]
+    behind = {"q_projection": late, "kv_projection": {"trigger": Trigger.ENTRY}}
+    assert delayed_variants(chain, chain["q_projection"], 2.0) == [
+        ("early release", {"q_projection": late}),  # kept: the step between, which is no stand-in here, may be hurt
+        ("early release, read by q_norm", behind),
+    ]
     for only, names in (
         (("input_norm", "kv_projection"), ["early release"]),
         (("q_projection",), ["delayed", "delayed, read by kv_projection"]),
@@ -310,8 +318,8 @@ def test_controls_are_told_what_the_model_expects_of_them() -> None:
 
 def phase(job: Job) -> int:
     if isinstance(job, ControlJob):
-        return 1
-    return 2 if isinstance(job, ExposureJob) and job.profiled else 0
+        return 2 if job.patched else 1
+    return 3 if isinstance(job, ExposureJob) and job.profiled else 0
 
 
 def test_what_profiles_comes_last_and_nothing_is_graded_after_it(library: Library) -> None:
@@ -322,13 +330,33 @@ def test_what_profiles_comes_last_and_nothing_is_graded_after_it(library: Librar
     assert [case.verdict for case in cases] == [Outcome.PASS] * 2
     phases = [phase(job) for job in fake.jobs]
     assert phases == sorted(phases)
-    assert set(phases) == {0, 1, 2}
-    profiled = [job for job in fake.jobs if phase(job) == 2]
+    assert set(phases) == {0, 1, 2, 3}
+    profiled = [job for job in fake.jobs if phase(job) == 3]
     assert {job.chain for job in profiled} == {"csa2-fused-m1"}
     stamped = [job for job in fake.jobs if isinstance(job, ExposureJob) and not job.profiled]
     assert {job.chain for job in stamped} == {"csa2-separate-m1"}
     assert [case.exposure for case in cases] == ["profiler", "time stamps"]
     assert profiled == exposure_jobs(chains[0], Plan(REPLAYS))
+
+
+def test_broken_machine_code_runs_after_everything_that_could_suffer_from_it(library: Library) -> None:
+    """A library may keep state. So first all chains run all else, then each its reloaded kernels before its broken."""
+    chains = [library("csa2-fused-m1"), library("csa2-separate-m1"), catalog.load("csa2-separate-m4")]
+    fake = Fake(*chains, waits=2)
+    cases = run_on_gpu(chains, Plan(REPLAYS), fake)
+    assert [case.verdict for case in cases] == [Outcome.PASS] * 3
+    graded = [job for job in fake.jobs if not (isinstance(job, ExposureJob) and job.profiled)]
+    is_patched = [isinstance(job, ControlJob) and job.patched != "" for job in graded]
+    assert is_patched == sorted(is_patched)
+    last = [job for job, patched in zip(graded, is_patched, strict=True) if patched]
+    assert list(dict.fromkeys(job.chain for job in last)) == ["csa2-fused-m1", "csa2-separate-m1"]
+    for name in ("csa2-fused-m1", "csa2-separate-m1"):
+        mine = [job.patched != "loaded again" for job in last if isinstance(job, ControlJob) and job.chain == name]
+        assert mine == sorted(mine)
+        assert set(mine) == {False, True}
+    for chain in chains:
+        here = [job for job in fake.jobs if isinstance(job, ControlJob) and job.chain == chain.name]
+        assert all(job.patched == str(job.control.patch(chain) or "") for job in here)
 
 
 def test_each_case_begins_with_its_census(library: Library) -> None:
@@ -506,7 +534,8 @@ def test_a_failing_census_is_an_error_and_nothing_else_runs_for_its_case(
     assert [type(job) for job in fake.jobs if job.chain == "csa2-fused-m1"] == [CensusJob]
     assert (broken.arms, broken.controls, broken.nodes, broken.uncontrolled) == ([], [], [], {})
     skipped = [text for text in broken.errors if "jobs not run after that, from " in text]
-    assert len(skipped) == (3 if what == "library" else 2), "arms, controls, and what profiles"
+    assert len(skipped) == (4 if what == "library" else 2), "arms, controls, patched ones, and what profiles"
+    assert broken.untested == [], "nothing is known of its graph"
     assert (whole.verdict, whole.reasons) == (Outcome.PASS, [])
 
 
@@ -637,7 +666,7 @@ def test_what_has_finished_is_kept_after_each_phase_of_each_case() -> None:
     chains = [catalog.load("csa2-fused-m1"), catalog.load("csa2-separate-m1")]
     kept: list[list[CaseResult]] = []
     cases = run_on_gpu(chains, Plan(REPLAYS), Fake(*chains), keep=lambda found: kept.append(copy.deepcopy(found)))
-    assert len(kept) == 6
+    assert len(kept) == 8
     assert all([case.chain for case in cases_] == [chain.name for chain in chains] for cases_ in kept)
     assert kept[-1] == cases
     assert kept[0][0].arms == cases[0].arms
@@ -653,9 +682,10 @@ def test_a_library_case_passes_only_once_its_exposure_was_measured(library: Libr
     chain = library("csa2-fused-m1")
     kept: list[list[CaseResult]] = []
     run_on_gpu([chain], Plan(REPLAYS), Fake(chain), keep=lambda found: kept.append(copy.deepcopy(found)))
-    arms, controls, profiled = (found[0] for found in kept)
-    assert (arms.verdict, controls.verdict, profiled.verdict) == (Outcome.ERROR, Outcome.INCONCLUSIVE, Outcome.PASS)
-    assert all("overlapped in no arm" in text or "never exposed (not measured)" in text for text in controls.reasons)
+    arms, controls, patched, profiled = (found[0] for found in kept)
+    assert (arms.verdict, controls.verdict) == (Outcome.ERROR, Outcome.ERROR), "patched ones are planned, and missing"
+    assert (patched.verdict, profiled.verdict) == (Outcome.INCONCLUSIVE, Outcome.PASS)
+    assert all("overlapped in no arm" in text or "never exposed (not measured)" in text for text in patched.reasons)
 
 
 def test_a_mismatch_counted_before_an_interrupt_is_judged_and_kept() -> None:

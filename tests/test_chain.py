@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pdl_stress import Chain, KernelContract, Op, Trigger, UnsupportedVariant, UsageError, Wait, catalog
 from pdl_stress.buffers import DTYPES, Role, box_within, boxes_overlap, covered
-from pdl_stress.chain import PRODUCER, Patch, source_step
+from pdl_stress.chain import LATE_WEIGHT, PRODUCER, Patch, source_step
 from pdl_stress.faults import plan_controls
 from pdl_stress.jobs import plan_arms
 
@@ -164,9 +164,9 @@ def test_a_buffer_of_another_chain_is_foreign_even_under_the_same_name() -> None
         chain.step("s", kernel(), a=other.buffers["x"], o=chain.buffers["y"])
 
 
-def test_step_names_are_unique_and_the_producer_is_reserved() -> None:
+def test_step_names_are_unique_and_those_of_the_harness_are_reserved() -> None:
     chain = pipeline()
-    for name, why in (("first", "the name is taken"), (PRODUCER, "is reserved")):
+    for name, why in (("first", "the name is taken"), (PRODUCER, "is reserved"), (LATE_WEIGHT, "is reserved")):
         with pytest.raises(UsageError, match=why):
             chain.step(name, kernel(), a=chain.buffers["x"], o=chain.buffers["y"])
 
@@ -348,6 +348,50 @@ def again(**operands: str) -> Chain:
 def test_buffers_that_are_written_again_are_listed(operands: dict[str, str], reuses: list[str]) -> None:
     """An update in place of what a step itself reads is ordered by that data edge."""
     assert again(**operands).reuses == reuses
+
+
+def halves(*read: str) -> Chain:
+    """low and high write the halves of x; then last reads ``read`` of it and writes all of x."""
+    chain = Chain("halves")
+    hidden, x, y = (
+        chain.input("h", (4,), "float32"),
+        chain.buffer("x", (4,), "float32"),
+        chain.buffer("y", (4,), "float32"),
+    )
+    chain.step("low", kernel(), a=hidden, o=x[:2])
+    chain.step("high", kernel(), a=hidden, o=x[2:])
+    chain.step("other", kernel(), a=hidden, o=y)
+    views = {"low": x[:2], "high": x[2:], "all": x, "y": y}
+    chain.step("last", kernel(read), **{name: views[name] for name in read}, o=x)
+    return chain
+
+
+@pytest.mark.parametrize(
+    ("read", "overwritten"),
+    [
+        (("all",), []),
+        (("low", "high"), []),
+        (("low",), ["high"]),
+        (("high",), ["low"]),
+        (("y",), ["low", "high"]),
+        (("y", "low"), ["high"]),
+    ],
+)
+def test_a_read_orders_a_write_behind_the_steps_whose_data_it_reads_and_no_others(
+    read: tuple[str, ...], overwritten: list[str]
+) -> None:
+    """That it reads another part of what it overwrites is no data edge to this one."""
+    assert halves(*read).reuses == [f"last writes x, which {name} wrote" for name in overwritten]
+
+
+def test_each_view_that_a_step_wrote_must_be_read_to_be_ordered() -> None:
+    chain = Chain("c")
+    hidden, x = chain.input("h", (4,), "float32"), chain.buffer("x", (4,), "float32")
+    contract = KernelContract(("a",), ("o", "p"))
+    both = Op("both", contract, lambda **_: None, contract)
+    chain.step("both", both, a=hidden, o=x[:2], p=x[2:])
+    chain.step("last", kernel(), a=x[:2], o=x)
+    assert chain.reuses == ["last writes x, which both wrote"]
 
 
 @pytest.mark.parametrize("name", catalog.SHIPPED)

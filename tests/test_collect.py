@@ -44,7 +44,8 @@ def answer(job: Job) -> Any:
     if isinstance(job, CensusJob):
         return CensusAnswer([NodeResult("kernel", "gemm", step="projection"), NodeResult("memset", step="q_norm")])
     result = control_result(job.control, Expectation(job.expected, job.reason))
-    return ControlAnswer(replace(result, replays=job.replays, verdict="not seen"), {"broken kernel": "evidence"})
+    result = replace(result, replays=job.replays, verdict="not seen", patched=job.patched)
+    return ControlAnswer(result, {"broken kernel": "evidence"})
 
 
 CHOSEN = Plan(faults=("F02", "F04", "F28"))
@@ -92,14 +93,28 @@ def test_the_answer_of_another_arm_is_refused(field: str) -> None:
     assert made == case()
 
 
-@pytest.mark.parametrize("field", ["fault", "variant", "writer", "reader", "delay_us", "expected"])
+FIELDS = ("fault", "variant", "writer", "reader", "buffer", "delay_us", "expected", "patched")
+
+
+@pytest.mark.parametrize("field", FIELDS)
 def test_the_answer_of_another_control_is_refused(field: str) -> None:
-    other = answer(CONTROL)
-    setattr(other.result, field, 7.0 if field == "delay_us" else "another")
+    """A patched control that was answered as an unpatched one would need no twin."""
+    job = replace(CONTROL, patched="all waits removed")
+    for value in ("another", ""):
+        other = answer(job)
+        setattr(other.result, field, 7.0 if field == "delay_us" else value)
+        made = case()
+        with pytest.raises(DeviceError, match=r"an answer to another job: .*, expected "):
+            take(made, job, other)
+        assert made == case()
+
+
+def test_what_was_done_to_the_machine_code_stays_with_the_control() -> None:
+    job = replace(CONTROL, patched="wait 1 removed")
     made = case()
-    with pytest.raises(DeviceError, match=r"an answer to another job: .*, expected "):
-        take(made, CONTROL, other)
-    assert made == case()
+    take(made, job, answer(job))
+    take_error(made, job, DeviceError("it hung"))
+    assert [c.patched for c in made.controls] == ["wait 1 removed"] * 2
 
 
 def test_the_answers_of_two_controls_cannot_be_swapped() -> None:

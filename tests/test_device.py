@@ -403,6 +403,20 @@ def test_torch_profiler_blocks_while_it_records(machine: Machine) -> None:
     assert blockers() == set()
 
 
+def test_a_process_that_has_profiled_is_no_place_for_a_verdict(machine: Machine) -> None:
+    """As where stress() is called a second time on a built chain of library kernels."""
+    from pdl_stress.cuda import profiler
+
+    assert profiler.used is False
+    assert blockers() == set()
+    machine.patch.setattr(profiler, "used", True)
+    assert blockers() == {"profiler"}
+    (finding,) = (f for f in interference.inspect() if f.name == "profiler")
+    assert "pdl-stress has profiled in this process: start another" in finding.value
+    machine.patch.delitem(sys.modules, profiler.__name__)
+    assert blockers() == set(), "one that was never imported was never used"
+
+
 # --- the whole inspection ---------------------------------------------------------------------------------------------
 
 

@@ -53,7 +53,7 @@ class FakeCaptured:
     ) -> None:
         self.chain, self.back_to_back, self.rotated, self.serialized = variant, back_to_back, rotated, False
         self.neighbour, self.unroll, self.raw = neighbour, unroll, "graph"
-        self.patched = {f"{step.op.name}, {step.patch}": "no wait" for step in variant.steps if step.patch}
+        self.patched = {f"{s.op.name} ({s.name}), {s.patch}": "no wait" for s in variant.steps if s.patch}
 
     def nodes_of(self, replay: int) -> dict[str, list[int]]:
         """Two nodes for the last step, one for the others."""
@@ -417,16 +417,18 @@ def run_library_control(
 ) -> tuple[ControlAnswer, FakeBench]:
     fake = FakeBench(mismatches, fixed=True)
     control = Control("F02", variant, EDGE, 10.0, {**BROKEN, "last": reader})
-    job = ControlJob("chain", fake.chain.fingerprint, control, expected, "the rules", 256)
+    patched = str(control.patch(fake.chain) or "")
+    job = ControlJob("chain", fake.chain.fingerprint, control, expected, "the rules", 256, patched)
     answer = executor(monkeypatch, fake).execute(job)
     assert isinstance(answer, ControlAnswer)
+    assert answer.result.patched == patched
     return answer, fake
 
 
 def test_a_patched_control_runs_beside_a_stand_in_and_brings_its_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     answer, fake = run_library_control(monkeypatch, {"wait": "never"}, [256, 0], "caught", "never waits")
     assert (answer.result.verdict, answer.result.cause_checked) == ("caught", True)
-    assert answer.sass == {"kernel, all waits removed": "no wait"}
+    assert answer.sass == {"kernel (last), all waits removed": "no wait"}
     for captured, _ in fake.ran:
         assert captured.chain["first"].source
         assert captured.chain["last"].patch == Patch(None)
@@ -435,7 +437,7 @@ def test_a_patched_control_runs_beside_a_stand_in_and_brings_its_evidence(monkey
 def test_a_reloaded_kernel_that_differs_is_dirty(monkeypatch: pytest.MonkeyPatch) -> None:
     answer, fake = run_library_control(monkeypatch, {"patch": Patch(())}, [1, 0], "clean", RELOADED)
     assert (answer.result.verdict, answer.result.variant, answer.result.kills) == ("dirty", RELOADED, 1)
-    assert answer.sass == {"kernel, loaded again": "no wait"}
+    assert answer.sass == {"kernel (last), loaded again": "no wait"}
     assert fake.ran[0][0].chain["last"].contract.wait is Wait.ALL
 
 
@@ -445,7 +447,7 @@ def test_a_planted_arm_of_a_library_brings_the_evidence_of_its_patch(monkeypatch
     job = ArmJob("chain", fake.chain.fingerprint, "planted", 10, planted=control)
     answer = executor(monkeypatch, fake).execute(job)
     assert isinstance(answer, ArmAnswer)
-    assert answer.sass == {"kernel, all waits removed": "no wait"}
+    assert answer.sass == {"kernel (last), all waits removed": "no wait"}
 
 
 def test_evidence_of_machine_code_that_was_rebuilt_and_patched_stands_side_by_side(
@@ -458,7 +460,7 @@ def test_evidence_of_machine_code_that_was_rebuilt_and_patched_stands_side_by_si
     job = ControlJob("chain", fake.chain.fingerprint, control, "caught", "", 256)
     answer = executor(monkeypatch, fake).execute(job)
     assert isinstance(answer, ControlAnswer)
-    assert answer.sass["library, all waits removed"] == "no wait"
+    assert answer.sass["library (last), all waits removed"] == "no wait"
     assert answer.sass["kernel, waits: all, triggers: entry, delay point"] == "fine"
 
 
@@ -481,9 +483,9 @@ def test_the_census_describes_each_node_of_the_second_replay(monkeypatch: pytest
     answer = executor(monkeypatch, fake).execute(CensusJob("chain", fake.chain.fingerprint))
     assert isinstance(answer, CensusAnswer)
     assert described == [
-        (100, ["full"], "finder", "producer"),
+        (100, ["full"], None, "producer"),  # its machine code matters behind programmatic edges only
         (101, ["programmatic"], "finder", "first"),
-        (102, [], "finder", "last"),
+        (102, [], None, "last"),
         (150, ["programmatic", "full"], "finder", "last"),
     ]
     assert [node.name for node in answer.nodes] == ["node 100", "node 101", "node 102", "node 150"]

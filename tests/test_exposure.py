@@ -88,6 +88,24 @@ def test_a_stand_in_reads_nothing_so_no_edge_leads_to_it() -> None:
     assert set(found.exposed) == {("first", "last", "x"), ("producer", "last", "h")}
 
 
+def test_a_stand_in_that_starts_early_is_no_overlap_of_the_kernel_whose_place_it_takes() -> None:
+    """It is launched with the attribute and is tiny; whether the kernel itself would have started is another matter."""
+    early = np.zeros((1, 1, 3), dtype=np.int64)
+    late = early + 100
+    library = chain(fixed=True)
+    for changed, overlap in (
+        ({}, {("producer", "first"): 1.0, ("first", "last"): 1.0}),
+        ({"producer": {"delay_us": 2.0}}, {("producer", "first"): 1.0, ("first", "last"): 1.0}),
+        ({"first": {"delay_us": 2.0, "trigger": "entry"}}, {("first", "last"): 1.0}),
+        ({"last": {"delay_us": 2.0, "trigger": "entry"}}, {("producer", "first"): 1.0}),
+    ):
+        variant = library.varied(changed)
+        assert module._judge(captured(variant), early, late, late, "").overlap == overlap
+    around = np.zeros((1, 2, 3), dtype=np.int64)
+    found = module._judge(captured(library, back_to_back=True), around, around + 100, around + 100, "")
+    assert found.overlap["last", "producer"] == 1.0, "the producer is the chain's own: back to back its start counts"
+
+
 # --- the profiler --------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ from pdl_stress.faults import (
     perturbation,
     plan_controls,
     plant,
+    reloaded,
     select_faults,
 )
 
@@ -60,6 +61,8 @@ PLANTABLE["csa2-separate-m4"] = PLANTABLE["csa2-separate-m8"] = PLANTABLE["csa2-
 def designed(control: Control, last: str) -> str:
     """What the design demands of a control whose window is wide, on a shipped chain with this last step."""
     variant, skips = control.variant, bool(control.edge.between)
+    if variant == RELOADED:  # its own machine code, nothing taken away
+        return "clean"
     match control.fault:
         case "F00":
             place, consumer = variant.removeprefix("trigger ").split(", consumer ")
@@ -67,7 +70,7 @@ def designed(control: Control, last: str) -> str:
                 return "clean"
             return "caught" if place in EARLY_TRIGGERS else "unpromised"
         case "F02":
-            return "clean" if variant == RELOADED else "unpromised" if skips else "caught"
+            return "unpromised" if skips else "caught"
         case "F04":
             return "clean" if "twin" in variant else "caught"
         case "F07":
@@ -323,8 +326,8 @@ Library = Callable[..., Chain]
 
 
 def per_library_edge(edge: DataEdge) -> dict[str, int]:
-    """Nothing that needs half a wait, or a late one."""
-    return {**per_edge(edge), "F01": 0, "F02": 2, "F04": 0, "F05": 0}
+    """Nothing that needs half a wait, or a late one; and one twin, of the first control that patches machine code."""
+    return {**per_edge(edge), "F00": 11, "F01": 0, "F04": 0, "F05": 0}
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -416,11 +419,22 @@ def test_a_control_with_one_wait_removed_says_which_and_promises_nothing(site: i
             assert "one wait of several was removed" in expectation.reason
 
 
-def test_the_explicit_patch_of_a_control_is_its_readers() -> None:
-    edge = DataEdge("p", "c", "x", "a")
-    assert Control("F02", "v", edge, 1.0, {"c": {"patch": Patch((1,))}, "p": {"patch": Patch(())}}).patch == Patch((1,))
-    assert Control("F02", "v", edge, 1.0, {"c": {"wait": Wait.NEVER}, "p": {"patch": Patch(())}}).patch is None
-    assert Control("F02", "v", edge, 1.0).patch is None
+def test_the_patch_of_a_control_is_what_happens_to_its_readers_machine_code() -> None:
+    chain = library_chain()
+    edge = DataEdge("first", "second", "x", "a")
+    patches = {
+        Patch((1,)): {"second": {"patch": Patch((1,))}, "first": {"patch": Patch(())}},
+        Patch(()): {"second": {"patch": Patch(())}},
+        Patch(None): {"second": {"wait": Wait.NEVER}},  # no word of a patch: the kernel cannot be rebuilt
+        None: {"first": {"patch": Patch(())}},
+    }
+    for patch, changes in patches.items():
+        assert Control("F02", "v", edge, 1.0, changes).patch(chain) == patch
+    assert Control("F02", "v", edge, 1.0).patch(chain) is None
+    never = Control("F02", "v", edge, 1.0, {"second": {"wait": Wait.NEVER}})
+    assert never.patch(chain.modelled()) is None, "one that can be rebuilt is rebuilt"
+    with pytest.raises(UnsupportedVariant):
+        Control("F02", "v", edge, 1.0, {"second": {"wait": Wait.LATE}}).patch(chain)
 
 
 def test_a_removed_wait_is_expected_to_show_and_a_reloaded_kernel_to_be_clean() -> None:
@@ -430,13 +444,68 @@ def test_a_removed_wait_is_expected_to_show_and_a_reloaded_kernel_to_be_clean() 
         expected = {c.variant: found.expected for c, found in expectations(chain, mine)}
         assert expected == {"never waits": "caught", RELOADED: "clean"}
         by_variant = {c.variant: c for c in mine}
-        assert by_variant[RELOADED].patch == Patch(())
+        assert by_variant[RELOADED].patch(chain) == Patch(())
         single = one_wait_removed(edge, 10.0, 1)
-        assert single.patch == Patch((1,))
-        assert single.apply(chain)[edge.reader].patch == Patch((1,))
+        assert single.patch(chain) == Patch((1,))
         assert single.expectation(chain).expected == "unpromised", "other waits may still order the read"
         ((_, same),) = expectations(chain, [single])
         assert same == single.expectation(chain)
+
+
+# --- twins of patched machine code -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ids", [None, *[(fault,) for fault in FAULTS], ("F07@kv_norm",), ("F28", "F07", "F02")])
+@pytest.mark.parametrize("name", ["csa2-fused-m1", "csa2-separate-m1"])
+def test_wherever_machine_code_is_patched_the_unpatched_code_runs_too(
+    name: str, ids: tuple[str, ...] | None, library: Library
+) -> None:
+    """Whatever the faults that were asked for: a second module has globals of its own, and so proves nothing alone."""
+    native = catalog.load(name)
+    for chain in (library(name), library(name, only=(native.steps[-1].name,))):
+        controls = plan_controls(chain, ids, (0.0, 10.0))
+        patched = {(c.edge, c.delay_us) for c in controls if c.patch(chain) not in (None, Patch(()))}
+        twins = [c for c in controls if c.variant == RELOADED]
+        assert len(twins) == len({(c.edge, c.delay_us) for c in twins}), "each once"
+        assert {(c.edge, c.delay_us) for c in twins} == patched
+        for twin in twins:
+            assert twin.patch(chain) == Patch(())
+            asked = {text.partition("@")[0] for text in ids or FAULTS}
+            assert twin.fault in asked, "it belongs to a fault that was asked for"
+            varied = twin.apply(chain)
+            assert varied[twin.edge.writer].delay_us == twin.delay_us
+            assert all(varied[between].contract.trigger is Trigger.ENTRY for between in twin.edge.between)
+        if ids in (("F00",), ("F02",)):
+            assert twins, "these patch whatever cannot be rebuilt"
+        if ids in (("F01",), ("F04",), ("F05",), ("F28",)):
+            assert not twins, "and these nothing"
+
+
+def test_controls_that_no_stand_in_makes_possible_are_left_out(in_place: Chain) -> None:
+    controls = plan_controls(in_place, ("F02",), (10.0,))
+    assert [(c.edge.writer, c.edge.reader, c.variant) for c in controls] == [
+        ("producer", "gemm", "never waits"),
+        ("scale", "norm", "never waits"),
+        ("producer", "gemm", RELOADED),
+        ("scale", "norm", RELOADED),
+    ], "what follows gemm changes its output, so nothing can take its place"
+
+
+def test_a_twin_that_no_stand_in_makes_possible_is_left_out() -> None:
+    """The fault leaves the step between as it is, its twin would have to hurry it. The verdict misses it then."""
+    chain = Chain("no-twin")
+    fixed = library_chain()["first"].op
+    x, y, z = (chain.buffer(name, (4,), "float32") for name in "xyz")
+    hidden = chain.input("h", (4,), "float32")
+    chain.step("writer", fixed, a=hidden, o=x)
+    chain.step("between", fixed, a=hidden, o=y)
+    chain.step("reader", fixed, a=x, o=z)
+    in_place = KernelContract(("x",), ("x",))
+    chain.step("changes", Op("in place", in_place, lambda **_: None, in_place), x=y)
+    controls = plan_controls(chain, ("F02@reader",), (10.0,))
+    assert [(c.edge.between, c.variant) for c in controls] == [(("between",), "never waits")]
+    with pytest.raises(UnsupportedVariant):
+        reloaded(controls[0]).apply(chain)
 
 
 @pytest.mark.parametrize("name", CHAINS)

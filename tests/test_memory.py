@@ -307,6 +307,32 @@ def test_a_result_that_the_chains_buffer_cannot_take_is_refused(result: Any, wor
         launch(step, operands, pdl=True)
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        torch.ones(3, 4)[:2],
+        torch.ones(3, 4)[1:],
+        torch.ones(4, 2, 4)[2],
+        torch.ones(9)[1:].view(2, 4),
+        torch.ones(12)[:8].view(2, 4),
+    ],
+    ids=["first rows", "last rows", "one of several", "behind an element", "before some"],
+)
+def test_a_result_that_is_part_of_another_tensor_is_refused(part: torch.Tensor) -> None:
+    """Its kernel writes the whole of it: led to the chain's buffer, it would write behind it."""
+    step, operands = step_of(returning(lambda **_: part, "o"))
+    assert part.shape == (2, 4)
+    assert part.is_contiguous()
+    with pytest.raises(UsageError, match=r"returned 'o' as .*; and it must be a tensor of its own, no part of another"):
+        launch(step, operands, pdl=True)
+
+
+def test_a_result_that_is_all_of_another_tensor_is_taken() -> None:
+    for result in (torch.ones(8).view(2, 4), torch.ones(2, 1, 4)[:, 0], torch.ones(2, 4)[:]):
+        step, operands = step_of(returning(lambda result=result, **_: result, "o"))
+        assert launch(step, operands, pdl=True)["o"] is result
+
+
 def test_strides_of_dimensions_of_one_row_do_not_matter() -> None:
     op = returning(lambda **_: torch.ones(4, 1).T, "o")
     step, operands = step_of(op)

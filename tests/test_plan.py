@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdl_stress import Chain, UsageError, catalog, model
+from pdl_stress import Chain, KernelContract, Op, UsageError, Wait, catalog, model
 from pdl_stress.chain import Patch
 from pdl_stress.faults import ALL_DELAYS_US, DELAYS_US, FAULTS, RELOADED, Control
 from pdl_stress.jobs import ArmJob, CensusJob, ControlJob, ExposureJob, Job
@@ -26,6 +26,7 @@ from pdl_stress.plan import (
     control_jobs,
     exposure_jobs,
     uncontrolled,
+    untested,
 )
 from pdl_stress.results import NodeResult
 from pdl_stress.statistics import upper_bound
@@ -206,7 +207,7 @@ def test_jobs_travel_between_processes(library: Library) -> None:
         *all_jobs(fixed, Plan()),
         *control_jobs(fixed, Plan(), found_in(fixed, 3)),
     ]
-    assert any(job.control.patch for job in jobs if isinstance(job, ControlJob))
+    assert any(job.control.patch(fixed) for job in jobs if isinstance(job, ControlJob) and job.chain == fixed.name)
     assert pickle.loads(pickle.dumps(jobs)) == jobs
 
 
@@ -216,8 +217,12 @@ FUSED = "csa2-fused-m1"
 NAMES = list(catalog.SHIPPED)
 
 
-def node(step: str, waits: int | None, code: str = "lib.so", kind: str = "kernel") -> NodeResult:
-    return NodeResult(kind, f"kernel of {step}", step=step, waits=waits, code=code)
+def node(
+    step: str, waits: int | None, code: str = "lib.so", kind: str = "kernel", incoming: str = "programmatic"
+) -> NodeResult:
+    return NodeResult(
+        kind, f"kernel of {step}" if kind == "kernel" else "", step=step, waits=waits, code=code, incoming=[incoming]
+    )
 
 
 def found_in(chain: Chain, waits: int | None = 1, **other: int | None) -> list[NodeResult]:
@@ -225,7 +230,7 @@ def found_in(chain: Chain, waits: int | None = 1, **other: int | None) -> list[N
     return [node(step.name, other.get(step.name, waits)) for step in chain.steps]
 
 
-def controls_of(jobs: list[Job]) -> list[Control]:
+def controls_of(jobs: Sequence[Job]) -> list[Control]:
     return [job.control for job in jobs if isinstance(job, ControlJob)]
 
 
@@ -331,8 +336,6 @@ def test_every_step_that_cannot_be_controlled_is_named(library: Library) -> None
 
 
 def test_a_step_that_reads_no_other_steps_output_has_no_wait_to_control() -> None:
-    from pdl_stress import KernelContract, Op
-
     contract = KernelContract(("a",), ("o",))
     fixed = Op("library", contract, lambda **_: None, contract)
     chain = Chain("free")
@@ -342,11 +345,221 @@ def test_a_step_that_reads_no_other_steps_output_has_no_wait_to_control() -> Non
     assert list(uncontrolled(chain, found_in(chain, None))) == ["reads"]
 
 
+# --- what no arm and no control could show ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("waits", [1, 3, None])
+def test_a_census_of_one_kernel_a_step_leaves_nothing_untested(name: str, waits: int | None, library: Library) -> None:
+    """Where no machine code was found nothing is known of its waits: ``uncontrolled`` speaks of that."""
+    for chain in (catalog.load(name), library(name)):
+        assert untested(chain, found_in(chain, waits)) == []
+
+
+MEMSET = node("q_norm", None, kind="memset")
+FULL = {"incoming": "full"}
+NO_WAIT = (
+    "q_norm: the contract says that it waits (all), and the machine code of kernel of q_norm (lib.so) holds no wait"
+)
+SEVERAL = (
+    "q_norm launches several nodes that overlap ({}): what they hand to each other is not under test; make each a step"
+)
+TWO = SEVERAL.format("kernel of q_norm, kernel of q_norm")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "found"),
+    [
+        ([], ["q_norm launches no kernel"]),
+        ([MEMSET], ["q_norm launches no kernel"]),
+        ([node("q_norm", 0)], [NO_WAIT]),
+        ([node("q_norm", 0, **FULL)], []),
+        ([node("q_norm", 1), node("q_norm", 0)], [NO_WAIT, TWO]),
+        ([node("q_norm", 1), node("q_norm", 1)], [TWO]),
+        ([node("q_norm", 1), node("q_norm", None)], [TWO]),
+        ([node("q_norm", 1, **FULL), node("q_norm", 1)], [TWO]),
+        ([node("q_norm", 1), node("q_norm", 0, **FULL)], []),
+        ([MEMSET, node("q_norm", 1, **FULL)], []),
+        ([MEMSET, node("q_norm", 1)], [SEVERAL.format("memset, kernel of q_norm")]),
+        ([node("q_norm", 1), MEMSET, node("q_norm", 0, **FULL)], []),
+    ],
+    ids=[
+        "nothing",
+        "no kernel",
+        "a kernel that never waits",
+        "one that need not, behind a full edge",
+        "a second kernel that never waits",
+        "two that wait",
+        "a second kernel without code",
+        "the second alone overlaps",
+        "a second kernel behind a full edge",
+        "a memset, then a kernel behind it",
+        "a memset that a kernel overlaps",
+        "a memset between",
+    ],
+)
+def test_what_the_census_shows_and_nothing_tests_is_said(
+    nodes: list[NodeResult], found: list[str], library: Library
+) -> None:
+    for chain in (catalog.load(FUSED), library(FUSED)):
+        census = [*(n for n in found_in(chain) if n.step != "q_norm"), *nodes]
+        assert untested(chain, census) == found
+
+
+def test_an_empty_census_shows_no_kernel_of_any_step() -> None:
+    chain = catalog.load(FUSED)
+    assert untested(chain, []) == [f"{step.name} launches no kernel" for step in chain.steps]
+
+
+@pytest.mark.parametrize("wait", list(Wait))
+def test_only_a_kernel_that_says_it_waits_must_hold_a_wait(wait: Wait) -> None:
+    """The steps behind it rely on its completion, whatever it reads itself."""
+    chain = catalog.load(FUSED).modelled().varied({"q_norm": {"wait": wait}})
+    texts = untested(chain, found_in(chain, q_norm=0))
+    if wait in (Wait.NEVER, Wait.BRANCH):
+        assert texts == []
+    else:
+        assert texts == [NO_WAIT.replace("(all)", f"({wait})")]
+
+
+# --- in which order --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_patched_kernels_run_last_and_among_them_the_unchanged_ones_first(name: str, library: Library) -> None:
+    native = catalog.load(name)
+    for chain in (library(name), library(name, only=(native.steps[1].name, native.steps[-1].name))):
+        for nodes in (None, found_in(chain, 3)):
+            jobs = control_jobs(chain, Plan(), nodes)
+            order = [(job.patched != "", job.patched not in ("", "loaded again")) for job in jobs]
+            assert order == sorted(order)
+            assert len(set(order)) == 3
+            for job in jobs:
+                patch = job.control.patch(chain)
+                assert job.patched == ("" if patch is None else str(patch))
+                assert (job.control.variant == RELOADED) is (job.patched == "loaded again")
+            by_control = {job.control.name: job for job in jobs}
+            asked = controls_of(control_jobs(chain, Plan(faults=("F02",)), nodes))
+            assert {control.name for control in asked if control.variant != RELOADED} <= set(by_control)
+            words = {job.patched for job in jobs}
+            assert {"", "loaded again", "all waits removed"} <= words
+            assert ("wait 2 removed" in words) is (nodes is not None)
+
+
+@pytest.mark.parametrize("faults", [("F00",), ("F02",), ("F07",), ("F00@kv_norm",), ("F07", "F28")])
+def test_every_patch_that_must_be_caught_has_its_unpatched_twin_in_the_same_window(
+    faults: tuple[str, ...], library: Library
+) -> None:
+    """Of whatever faults were asked for: also F00 or F07 alone."""
+    chain = library("csa2-separate-m1")
+    jobs = control_jobs(chain, Plan(faults=faults, delays_us=(2.0, 10.0)), found_in(chain))
+    twins = {(j.control.edge, j.control.delay_us) for j in jobs if j.patched == "loaded again"}
+    caught = {(j.control.edge, j.control.delay_us) for j in jobs if j.patched and j.expected == "caught"}
+    assert caught
+    assert caught <= twins
+    assert {j.expected for j in jobs if j.patched == "loaded again"} == {"clean"}
+
+
+# --- chains that rely on a fence before a trigger --------------------------------------------------------------------
+
+
+def fence_chain(*, fixed: bool) -> Chain:
+    """writer fences and triggers behind its stores (R3), so reader need not wait: ordered by the documented rules."""
+    chain = Chain("fence")
+    waits = frozenset() if fixed else frozenset(Wait)
+
+    def kernel(**contract: Any) -> Op:
+        made = KernelContract(("a",), ("o",), **contract)
+        return Op("kernel", made, lambda **_: None, made, waits=waits)
+
+    x, y = chain.buffer("x", (4,), "float32"), chain.buffer("y", (4,), "float32")
+    chain.step("writer", kernel(fence=True), a=chain.input("h", (4,), "float32"), o=x)
+    chain.step("reader", kernel(independent=("a",)), a=x, o=y)
+    return chain
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_chain_that_relies_on_a_fence_has_no_arm_that_breaks_it(fixed: bool) -> None:
+    """Its writer, told to trigger early, would race, and rightly so: a mismatch there is no fault of the chain."""
+    chain = fence_chain(fixed=fixed)
+    assert model.find_races(chain, model.DOCUMENTED, 2) == []
+    jobs = [job for job in clean_jobs(chain, Plan()) if isinstance(job, ArmJob)]
+    assert {job.step for job in jobs} == {None, "producer", "reader"}
+    for job in jobs:
+        assert model.find_races(job.variant(chain), model.DOCUMENTED, 2) == []
+    watched = [job for job in exposure_jobs(chain, Plan()) if isinstance(job, ExposureJob)]
+    for exposure in watched:
+        assert model.find_races(chain.varied(exposure.changes), model.DOCUMENTED, 2) == []
+    assert not any("writer" in exposure.changes for exposure in watched)
+
+
+def test_a_chain_that_races_as_it_is_keeps_its_arms() -> None:
+    """What is wrong with it must be seen."""
+    chain = fence_chain(fixed=False).varied({"writer": {"fence": False}})
+    assert model.find_races(chain, model.DOCUMENTED)
+    assert {job.step for job in clean_jobs(chain, Plan()) if isinstance(job, ArmJob)} >= {"writer"}
+
+
+def test_a_kernel_that_goes_wrong_under_the_perturbation_is_no_twin() -> None:
+    """Loaded again with its waits kept it would be caught all the same, since it does not need them."""
+    chain = fence_chain(fixed=True)
+    jobs = control_jobs(chain, Plan(delays_us=(10.0,)), found_in(chain))
+    assert {(j.control.edge.reader, j.expected) for j in jobs if j.control.variant == RELOADED} == {("writer", "clean")}
+    assert any(j.patched and j.expected == "caught" and j.control.edge.reader == "reader" for j in jobs)
+
+
+# --- exposure where readers have arms of their own --------------------------------------------------------------------
+
+
+def test_a_common_arm_that_exposes_nothing_is_not_watched(library: Library) -> None:
+    """In csa2-separate every reader of q_projection lies behind a stand-in; of input_norm only one does."""
+    chain = library("csa2-separate-m1")
+    arms = [(job.name, job.step) for job in clean_jobs(chain, Plan(delays_us=(2.0,))) if isinstance(job, ArmJob)]
+    watched = [job.name for job in exposure_jobs(chain, Plan()) if isinstance(job, ExposureJob)]
+    assert [name for name, step in arms if step == "q_projection"] == ["early release", "early release, read by q_norm"]
+    assert [name for name in watched if "(q_projection," in name] == [
+        "early release, read by q_norm (q_projection, 10 us)"
+    ]
+    assert [name for name, step in arms if step == "input_norm"] == [
+        "early release",
+        "early release, read by kv_projection",
+    ]
+    assert [name for name in watched if "(input_norm," in name] == [
+        "early release (input_norm, 10 us)",
+        "early release, read by kv_projection (input_norm, 10 us)",
+    ]
+    assert [name for name in watched if "(q_norm," in name] == ["early release (q_norm, 10 us)"], "for its overlap"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_data_edge_is_whole_in_some_watched_arm(name: str, library: Library) -> None:
+    native = catalog.load(name)
+    for chain in (native, library(name), library(name, only=(native.steps[2].name,))):
+        whole = set()
+        for job in exposure_jobs(chain, Plan()):
+            assert isinstance(job, ExposureJob)
+            varied = chain.varied(job.changes)
+            late = {step.name for step in varied.steps if step.delay_us}
+            whole |= {
+                (e.writer, e.reader, e.buffer)
+                for e in varied.data_edges
+                if e.writer in late and all(varied[between].contract.trigger == "entry" for between in e.between)
+            }
+        assert whole == {(e.writer, e.reader, e.buffer) for e in chain.data_edges}
+
+
 # --- several waits in one kernel -------------------------------------------------------------------------------------
 
 
-def single(control: Control) -> bool:
-    return control.patch is not None and bool(control.patch.remove)
+def single(chain: Chain, control: Control) -> bool:
+    patch = control.patch(chain)
+    return patch is not None and bool(patch.remove)
+
+
+def sites(chain: Chain, control: Control) -> tuple[int, ...] | None:
+    patch = control.patch(chain)
+    assert patch is not None
+    return patch.remove
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -357,17 +570,17 @@ def test_each_of_several_waits_is_removed_alone_on_each_edge_and_window(
     chain = library(name)
     reader = chain.steps[-1].name
     jobs = control_jobs(chain, Plan(), found_in(chain, **{reader: count}))
-    found = [control for control in controls_of(jobs) if single(control)]
+    found = [control for control in controls_of(jobs) if single(chain, control)]
     edges = [edge for edge in chain.data_edges if edge.reader == reader]
     assert edges
-    sites = range(count) if count > 1 else ()  # of one wait it would be the control that removes all
-    assert sorted((c.edge.writer, c.patch.remove, c.delay_us) for c in found if c.patch and c.patch.remove) == sorted(
-        (edge.writer, (site,), delay) for edge in edges for site in sites for delay in DELAYS_US
+    several = range(count) if count > 1 else ()  # of one wait it would be the control that removes all
+    assert sorted((c.edge.writer, sites(chain, c) or (), c.delay_us) for c in found) == sorted(
+        (edge.writer, (site,), delay) for edge in edges for site in several for delay in DELAYS_US
     )
     for control in found:
         assert (control.fault, patched(chain, control)) == ("F02", [reader])
         assert control.apply(chain)[control.edge.writer].delay_us == control.delay_us
-    assert {job.expected for job in jobs if isinstance(job, ControlJob) and single(job.control)} <= {"unpromised"}
+    assert {job.expected for job in jobs if single(chain, job.control)} <= {"unpromised"}
     texts = [job.describe() for job in jobs]
     assert len(set(texts)) == len(texts)
 
@@ -375,8 +588,8 @@ def test_each_of_several_waits_is_removed_alone_on_each_edge_and_window(
 def test_waits_are_counted_over_all_kernels_of_a_step(library: Library) -> None:
     chain = library(FUSED)
     census = [*found_in(chain), node("q_norm", 2), node("q_norm", None, kind="memcpy")]
-    found = [control for control in controls_of(control_jobs(chain, Plan(), census)) if single(control)]
-    assert {(c.edge.reader, c.patch) for c in found} == {("q_norm", Patch((site,))) for site in (0, 1, 2)}
+    found = [control for control in controls_of(control_jobs(chain, Plan(), census)) if single(chain, control)]
+    assert {(c.edge.reader, sites(chain, c)) for c in found} == {("q_norm", (site,)) for site in (0, 1, 2)}
 
 
 @pytest.mark.parametrize(
@@ -397,16 +610,33 @@ def test_only_chosen_faults_are_planned_after_the_census_too(
     chain = library(FUSED)
     plan = Plan(faults=faults)
     jobs = control_jobs(chain, plan, found_in(chain, q_norm=3, kv_norm=2))
-    assert {control.edge.reader for control in controls_of(jobs) if single(control)} == readers
-    assert [job for job in jobs if isinstance(job, ControlJob) and not single(job.control)] == control_jobs(chain, plan)
+    assert {control.edge.reader for control in controls_of(jobs) if single(chain, control)} == readers
+    assert [job for job in jobs if not single(chain, job.control)] == control_jobs(chain, plan)
 
 
 def test_single_waits_run_in_the_windows_asked_for(library: Library) -> None:
     chain = library(FUSED)
     jobs = control_jobs(chain, Plan(delays_us=(3.0, 7.0)), found_in(chain, q_norm=2))
-    assert [(c.patch, c.delay_us) for c in controls_of(jobs) if single(c)] == [
-        (Patch((site,)), delay) for site in (0, 1) for delay in (3.0, 7.0)
+    assert [(sites(chain, c), c.delay_us) for c in controls_of(jobs) if single(chain, c)] == [
+        ((site,), delay) for site in (0, 1) for delay in (3.0, 7.0)
     ]
+
+
+def test_a_kernel_of_which_one_part_has_no_code_keeps_all_its_waits(library: Library) -> None:
+    """Two waits were found, and the code of its other kernel was not: nothing of the step can be taken away."""
+    chain = library(FUSED)
+    census = [*found_in(chain, q_norm=2), node("q_norm", None, "stripped")]
+    assert not any(
+        patched(chain, c) for c in controls_of(control_jobs(chain, Plan(), census)) if c.edge.reader == "q_norm"
+    )
+
+
+def test_single_waits_are_removed_only_where_the_perturbation_is_possible(in_place: Chain) -> None:
+    """gemm has no stand-in, since scale changes its output: its edge keeps its waits, and nothing breaks off."""
+    jobs = control_jobs(in_place, Plan(), found_in(in_place, 2))
+    found = {c.edge.writer for c in controls_of(jobs) if single(in_place, c)}
+    assert found == {"producer", "scale"}
+    assert {edge.writer for edge in in_place.data_edges} == {"producer", "gemm", "scale"}
 
 
 def test_a_chain_that_is_partly_native_has_patched_controls_for_the_rest_only(library: Library) -> None:
@@ -415,7 +645,7 @@ def test_a_chain_that_is_partly_native_has_patched_controls_for_the_rest_only(li
     changed = {step for control in controls_of(jobs) for step in patched(chain, control)}
     assert changed == {"q_norm"}
     assert {c.edge.reader for c in controls_of(jobs) if c.variant == RELOADED} == {"q_norm"}
-    assert {c.edge.reader for c in controls_of(jobs) if single(c)} == {"q_norm"}
+    assert {c.edge.reader for c in controls_of(jobs) if single(chain, c)} == {"q_norm"}
 
 
 def test_a_planted_chain_of_a_library_runs_its_fault_and_nothing_else(library: Library) -> None:

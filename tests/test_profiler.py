@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdl_stress.cuda import profiler as module
 from pdl_stress.cuda.profiler import NoProfile, Record, by_step
 
 STEPS = ("producer", "norm", "gemm")
@@ -194,3 +196,76 @@ def test_whatever_a_chain_launches_its_records_find_their_steps(
     for index, step in enumerate(STEPS):
         for start in starts[..., index].reshape(-1).tolist():
             assert by_time[start].name == f"{step} kernel 0"
+
+
+# --- a session -----------------------------------------------------------------------------------------------------
+
+
+class FakeSession:
+    """torch's profiler with these kernels, memsets and copies in it; and a GPU on which nothing happens."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names, self.launched = names, 0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch = pytest.importorskip("torch")
+        cuda = torch.profiler.ProfilerActivity.CUDA
+        monkeypatch.setattr(torch.profiler, "supported_activities", lambda: {cuda} if self.names else set())
+        monkeypatch.setattr(torch.profiler, "profile", lambda activities: nullcontext(self))
+        monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(module.graphs, "Executable", lambda raw: nullcontext(self))
+        monkeypatch.setattr(module, "used", False)
+
+    def launch(self, handle: Any) -> None:
+        self.launched += 1
+
+    @property
+    def profiler(self) -> Any:
+        def event(number: int, name: str) -> Any:
+            kind = SimpleNamespace(name="CPU" if name == "launch" else "CUDA")
+            return SimpleNamespace(
+                name=lambda: name, start_ns=lambda: 100 - number, end_ns=lambda: 200, device_type=lambda: kind
+            )
+
+        events = [event(number, name) for number, name in enumerate(self.names)]
+        return SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
+
+
+BENCH = SimpleNamespace(stream=None, handle=0, prime=lambda captured: None, finish=lambda: None)
+
+
+def records_of(names: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    session = FakeSession(names)
+    session.install(monkeypatch)
+    try:
+        found = module.records(BENCH, SimpleNamespace(raw="graph"), 3)  # type: ignore[arg-type]
+    finally:
+        assert session.launched == (4 if names else 0), "one more, which uploads the graph"
+    assert [record.start for record in found] == sorted(record.start for record in found)
+    return [record.name for record in found]
+
+
+def test_memsets_and_copies_are_no_kernels_and_kernels_of_such_names_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profiler writes `Memset (Device)` and `Memcpy HtoD (Pinned -> Device)`; libraries have `Memset_kernel`."""
+    names = ["gemm", "launch", "Memset (Device)", "Memset_kernel", "Memcpy DtoD (Device -> Device)", "MemcpyAsync<4>"]
+    assert records_of(names, monkeypatch) == ["MemcpyAsync<4>", "Memset_kernel", "gemm"]
+
+
+def test_a_process_that_has_profiled_remembers_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the profiler gave nothing: it was there."""
+    for names in (["gemm"], ["launch"]):
+        FakeSession(names).install(monkeypatch)
+        assert module.used is False
+        if names == ["launch"]:
+            with pytest.raises(NoProfile, match="it recorded no kernel"):
+                records_of(names, monkeypatch)
+        else:
+            records_of(names, monkeypatch)
+        assert module.used is True
+
+
+def test_without_a_profiler_nothing_was_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NoProfile, match="built without a CUDA profiler"):
+        records_of([], monkeypatch)
+    assert module.used is False

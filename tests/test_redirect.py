@@ -78,26 +78,31 @@ class Kernels:
         self.parameters[kernel] = values
 
 
-def test_each_kernel_of_a_step_is_led_to_the_chains_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_of_a_step_is_led_to_the_chains_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = Kernels(
-        first=[packed([10]), b"\1\2\3\4"],
-        second=[packed([5, 10, 20, 0]), packed([10])],  # a struct, such as a tensor with its sizes
-        third=[packed([7])],
+        kernel=[packed([5, 10, 20, 0]), b"\1\2\3\4", packed([10])],  # a struct, such as a tensor with its sizes
     )
     kernels.install(monkeypatch)
-    redirect(["first", "memset", "second", "third"], {10: 1000, 20: 2000})
-    assert kernels.parameters == {
-        "first": [packed([1000]), b"\1\2\3\4"],
-        "second": [packed([5, 1000, 2000, 0]), packed([1000])],
-        "third": [packed([7])],
-    }
+    redirect(["kernel"], {10: 1000, 20: 2000})
+    assert kernels.parameters == {"kernel": [packed([5, 1000, 2000, 0]), b"\1\2\3\4", packed([1000])]}
 
 
-def test_a_result_that_stands_in_no_parameter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("nodes", [[], ["kernel", "memset"], ["memset", "kernel"], ["kernel", "second"]])
+def test_a_step_of_more_than_one_node_is_refused(nodes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A memset of the old place would clear nothing, and scratch memory may have had the result's old address."""
+    kernels = Kernels(kernel=[packed([10])], second=[packed([10])])
+    kernels.install(monkeypatch)
+    with pytest.raises(PdlStressError, match=rf"^an op that returns its result launches {len(nodes)} nodes; only one"):
+        redirect(nodes, {10: 1000})
+    assert kernels.parameters == {"kernel": [packed([10])], "second": [packed([10])]}, "and nothing is changed"
+
+
+@pytest.mark.parametrize(("nodes", "missing"), [(["kernel"], 1), (["memset"], 2)])
+def test_a_result_that_stands_in_no_parameter_is_refused(
+    nodes: list[str], missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a TMA descriptor would hold it; the buffer would stay poison."""
-    for nodes in (["first"], ["memset"], []):
-        kernels = Kernels(first=[packed([10])])
-        kernels.install(monkeypatch)
-        missing = 1 if nodes == ["first"] else 2
-        with pytest.raises(PdlStressError, match=rf"^{missing} returned tensor\(s\) stand in no parameter"):
-            redirect(nodes, {10: 1000, 20: 2000})
+    kernels = Kernels(kernel=[packed([10])])
+    kernels.install(monkeypatch)
+    with pytest.raises(PdlStressError, match=rf"^{missing} returned tensor\(s\) stand in no parameter"):
+        redirect(nodes, {10: 1000, 20: 2000})

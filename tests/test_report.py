@@ -181,7 +181,7 @@ ARMS = st.builds(
     st.booleans(), st.none() | MISMATCHES, TEXT,
 )  # fmt: skip
 CONTROLS = st.builds(
-    ControlResult, *[TEXT] * 6, NUMBER, TEXT, TEXT, COUNT, COUNT, st.none() | st.booleans(), TEXT, TEXT
+    ControlResult, *[TEXT] * 6, NUMBER, TEXT, TEXT, COUNT, COUNT, st.none() | st.booleans(), TEXT, TEXT, TEXT
 )  # fmt: skip
 TEXTS = st.lists(TEXT, max_size=3)
 COUNTS = st.lists(COUNT, max_size=3)
@@ -197,6 +197,7 @@ CASES = st.builds(
     requested_replays=COUNT, sass=st.dictionaries(TEXT, TEXT, max_size=2), seconds=NUMBER,
     window_us=st.none() | NUMBER, rules=TEXT, faults=st.none() | TEXTS, reuses=TEXTS, planned=st.tuples(COUNT, COUNT),
     nodes=st.lists(NODES, max_size=2), uncontrolled=st.dictionaries(TEXT, TEXT, max_size=2), exposure=TEXT,
+    untested=TEXTS,
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import pytest
 from pdl_stress import PdlStressError
 from pdl_stress.chain import Patch
 from pdl_stress.cuda import surgery as module
+from pdl_stress.cuda.bench import Bench
 from pdl_stress.cuda.surgery import Surgeon
 from pdl_stress.sass.finder import CodeNotFound
 from pdl_stress.sass.mutate import MutationError
@@ -153,3 +154,27 @@ def test_code_that_cannot_be_changed_is_refused_by_name(monkeypatch: pytest.Monk
     with pytest.raises(PdlStressError, match=r"^a: the wait is encoded otherwise$"):
         made.operate(["a"], Patch(None))
     assert swapped == []
+
+
+def test_evidence_of_two_steps_with_one_op_stands_side_by_side() -> None:
+    """One of them overwrote the other, and a check of one looked like a check of both."""
+    op = SimpleNamespace(name="rmsnorm")
+    steps = [SimpleNamespace(name=n, op=op, patch=p) for n, p in (("a", Patch(None)), ("b", None), ("c", Patch(None)))]
+    nodes = {(replay, step.name): [f"{step.name}{replay}"] for replay in (0, 1) for step in steps}
+    operated: list[str] = []
+
+    def operate(found: list[str], patch: Patch) -> list[str]:
+        operated.extend(found)
+        return [f"of {found[0][0]}", str(patch)]
+
+    captured = SimpleNamespace(
+        chain=SimpleNamespace(steps=steps), unroll=2, patched={},
+        nodes_of=lambda replay: {step.name: nodes[replay, step.name] for step in steps},
+    )  # fmt: skip
+    bench = SimpleNamespace(surgeon=SimpleNamespace(operate=operate))
+    Bench._patch(bench, captured)  # type: ignore[arg-type]
+    assert operated == ["a0", "c0", "a1", "c1"], "in every replay"
+    assert captured.patched == {
+        "rmsnorm (a), all waits removed": "of a; all waits removed",
+        "rmsnorm (c), all waits removed": "of c; all waits removed",
+    }

@@ -185,6 +185,16 @@ BROKEN: dict[str, tuple[Break, Outcome, str]] = {
         INCONCLUSIVE,
         "no control of d is possible: no machine code of k: stripped",
     ),
+    "a step that the census shows to be untested": (
+        lambda c: c.untested.append("d launches no kernel"),
+        INCONCLUSIVE,
+        "d launches no kernel",
+    ),
+    "machine code patched and caught, never run unpatched": (
+        lambda c: vars(c.controls[0]).update(patched="all waits removed"),
+        INCONCLUSIVE,
+        "control F02 (never waits) on p->c, 10 us, was caught with patched machine code; the same code unpatched",
+    ),
     "a kernel that cannot be exchanged for itself": (
         lambda c: vars(c.controls[2]).update(fault="F02", variant=RELOADED, kills=256, verdict="dirty"),
         INCONCLUSIVE,
@@ -387,6 +397,81 @@ def test_a_clean_reloaded_kernel_and_an_unpromised_single_wait_cost_nothing() ->
     case.controls.append(control("unpromised", "seen", variant="wait 1 removed", kills=256, cause_checked=True))
     case.controls.append(control("unpromised", "not seen", variant="wait 0 removed"))
     assert judge_hardware(planned(case)) == (PASS, [])
+
+
+def patched_case(**twin: object) -> CaseResult:
+    """p->c was caught with patched machine code, and its twin ran; ``twin``: what is different about it."""
+    case = passing()
+    case.controls[0].patched = "all waits removed"
+    made = {"expected": "clean", "verdict": "clean", "variant": RELOADED, "patched": "loaded again", **twin}
+    case.controls.append(control(**made))  # type: ignore[arg-type]
+    return planned(case)
+
+
+ALONE = (
+    "control F02 (never waits) on p->c, 10 us, was caught with patched machine code; "
+    "the same code unpatched was not shown to be clean there"
+)
+
+
+def test_a_caught_patch_passes_with_its_clean_twin_of_whatever_fault() -> None:
+    assert judge_hardware(patched_case()) == (PASS, [])
+    assert judge_hardware(patched_case(fault="F00")) == (PASS, [])
+    assert judge_hardware(patched_case(expected="unpromised", verdict="not seen")) == (PASS, [])
+
+
+@pytest.mark.parametrize(
+    "twin",
+    [
+        {"kills": 1, "verdict": "dirty"},
+        {"kills": 1},
+        {"expected": "unpromised", "kills": 1, "verdict": "seen"},
+        {"replays": 0},
+        {"verdict": ""},
+        {"verdict": "error", "replays": 0, "note": "the worker died"},
+        {"verdict": "error"},
+        {"note": "device and host counts differ"},
+        {"variant": "twin"},
+        {"delay_us": 2.0},
+        {"writer": "c"},
+        {"reader": "d"},
+        {"buffer": "y"},
+    ],
+    ids=lambda twin: ", ".join(f"{name} {value}" for name, value in twin.items()) or "as it should be",
+)
+def test_a_caught_patch_without_its_clean_twin_shows_nothing(twin: dict[str, object]) -> None:
+    """Another window, edge or buffer is another perturbation, and a twin that did not end clean is none."""
+    outcome, reasons = judge_hardware(patched_case(**twin))
+    assert outcome in (INCONCLUSIVE, ERROR)
+    assert (outcome is ERROR) is (twin.get("verdict") == "error")
+    assert ALONE in reasons
+
+
+def test_each_patched_control_that_was_caught_needs_its_twin() -> None:
+    case = patched_case()
+    case.controls[1].patched = "all waits removed"
+    assert judge_hardware(case) == (INCONCLUSIVE, [ALONE.replace("p->c", "c->d")])
+    case.controls.append(control("clean", "clean", variant=RELOADED, writer="c", reader="d", buffer="y"))
+    assert judge_hardware(planned(case)) == (PASS, [])
+
+
+def test_only_what_must_be_caught_rests_on_a_twin() -> None:
+    """Neither what promises nothing, nor a rebuilt kernel, nor what a planted fault shows."""
+    case = patched_case()
+    case.controls.append(control("unpromised", "seen", patched="wait 0 removed", kills=256, writer="c", reader="d"))
+    case.controls.append(control("unpromised", "not seen", patched="all waits removed", delay_us=2.0))
+    assert judge_hardware(planned(case)) == (PASS, [])
+    case.planted = "F02 never waits @ p->c, 10 us"
+    case.controls.pop(4)
+    assert judge_hardware(planned(case)) == (PASS, [])
+
+
+def test_everything_untested_is_named() -> None:
+    case = passing()
+    case.untested = ["c launches no kernel", "d launches several nodes that overlap (a, b)"]
+    assert judge_hardware(case) == (INCONCLUSIVE, case.untested)
+    case.errors = ["arm serialized: a hang"]
+    assert judge_hardware(case) == (ERROR, [*case.errors, *case.untested])
 
 
 def test_every_step_without_a_control_is_named() -> None:
