@@ -168,30 +168,32 @@ def run_on_gpu(
         return cases
     watched = {chain.name: exposure_jobs(chain, plan) for chain in chains}
     profiled = {name: [job for job in jobs if getattr(job, "profiled", False)] for name, jobs in watched.items()}
+    planned = {chain.name: control_jobs(chain, plan) for chain in chains}
 
-    def jobs_of(phase: str, case: CaseResult, chain: Chain) -> list[Job]:
+    def jobs_of(phase: str, chain: Chain) -> list[Job]:
         if phase == "arms":
             return clean_jobs(chain, plan) + ([] if profiled[chain.name] else watched[chain.name])
         if phase == "profiled":
             return profiled[chain.name]
-        # Kernels whose machine code was broken run after everything else of every chain: a library may keep state.
-        jobs = control_jobs(chain, plan, case.nodes or None)
-        return [job for job in jobs if bool(job.patched) is (phase == "patched")]
+        # Kernels whose machine code was broken run after every other control and arm: a library may keep state.
+        return [job for job in planned[chain.name] if bool(job.patched) is (phase == "patched")]
 
     counts = {}
     for case, chain in zip(cases, chains, strict=True):
-        counts.update({(phase, chain.name): len(jobs_of(phase, case, chain)) for phase in PHASES})
-        arms = sum(isinstance(job, ArmJob) for job in jobs_of("arms", case, chain))
-        case.planned = (arms, counts["controls", chain.name] + counts["patched", chain.name])
+        counts.update({(phase, chain.name): len(jobs_of(phase, chain)) for phase in PHASES})
+        case.planned = (sum(isinstance(job, ArmJob) for job in jobs_of("arms", chain)), len(planned[chain.name]))
     done = 0
     for phase in PHASES:
         for case, chain in zip(cases, chains, strict=True):
-            started, jobs = time.monotonic(), jobs_of(phase, case, chain)
-            if phase == "controls":  # now it is known which are possible
-                case.uncontrolled = uncontrolled(chain, case.nodes) if case.nodes else {}
+            started = time.monotonic()
+            if phase == "controls":
+                if case.nodes:  # now it is known which are possible
+                    case.uncontrolled = uncontrolled(chain, case.nodes)
+                    planned[chain.name] = control_jobs(chain, plan, case.nodes)
                 case.untested = [] if plan.planted or case.errors else untested(chain, case.nodes)
-                case.planned = (case.planned[0], len(jobs) + len(jobs_of("patched", case, chain)))
-            counts[phase, chain.name] = len(jobs)
+                case.planned = (case.planned[0], len(planned[chain.name]))
+                counts.update({(phase, chain.name): len(jobs_of(phase, chain)) for phase in PHASES})
+            jobs = jobs_of(phase, chain)
             total = sum(counts.values())
 
             def tell(text: str, index: int, start: int = done, total: int = total) -> None:

@@ -81,8 +81,8 @@ class CensusAnswer:
 class ExposureJob:
     """Watch some replays of an arm: which edges overlapped, which data edges were exposed.
 
-    ``profiled``: by the profiler, since not all kernels of the chain have time stamps. Such jobs need a process of
-    their own, in which nothing is graded: a profiler changes the timing of everything after it.
+    ``profiled``: by the profiler, since not all kernels of the chain have time stamps. A process that has done such a
+    job may grade nothing any more: a profiler changes the timing of everything after it.
     """
 
     chain: str

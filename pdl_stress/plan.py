@@ -150,13 +150,16 @@ def uncontrolled(chain: Chain, nodes: list[NodeResult]) -> dict[str, str]:
         if step.op.rebuildable or not any(edge.reader == step.name for edge in chain.data_edges):
             continue
         kernels = [node for node in nodes if node.step == step.name and node.kind == "kernel"]
-        missing = next((node for node in kernels if node.waits is None), None)
+        early = [node for node in kernels if "programmatic" in node.incoming]
+        missing = next((node for node in early if node.waits is None), None)
         if missing is not None:  # its waits would stay
             found[step.name] = missing.code
-        elif any(node.waits for node in kernels):
+        elif any(node.waits for node in early):
             continue
+        elif early:
+            found[step.name] = f"the machine code of {early[0].name} ({early[0].code}) holds no wait"
         elif kernels:
-            found[step.name] = f"the machine code of {kernels[0].name} ({kernels[0].code}) holds no wait"
+            found[step.name] = f"{kernels[0].name} is not launched to overlap what comes before it"
         else:
             found[step.name] = "it launches no kernel"
     return found

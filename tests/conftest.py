@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from pdl_stress import Chain, KernelContract, Op, Wait, catalog
+from pdl_stress import Chain, KernelContract, Op, Wait, catalog, model
 
 
 def _native(*reads: str) -> Op:
@@ -25,6 +26,30 @@ def residual_chain() -> Chain:
     chain.step("B", _native("a"), a=x, o=y)
     chain.step("R", _native("a", "b"), a=x, b=y, o=z)
     return chain
+
+
+_ANSWERS: dict[Any, Any] = {}
+
+
+@pytest.fixture
+def remembered_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model answers each question about a chain once: for tests that are about what follows from its answers.
+
+    A question is told by all that the model looks at: the chain's steps and buffers, the CTAs of each step, the edge
+    or the rules.
+    """
+
+    def remembering(name: str, ask: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(chain: Chain, *args: Any, **named: Any) -> Any:
+            key = (name, chain.fingerprint, *(step.ctas for step in chain.steps), *args, *sorted(named.items()))
+            if key not in _ANSWERS:
+                _ANSWERS[key] = ask(chain, *args, **named)
+            return _ANSWERS[key]
+
+        return answer
+
+    for name in ("expect", "judge", "explain", "find_races"):
+        monkeypatch.setattr(model, name, remembering(name, getattr(model, name)))
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from pdl_stress import (
     UsageError,
     Wait,
     catalog,
+    faults,
 )
 from pdl_stress.campaign import MOST_FAILURES, new_case, run_on_gpu, run_on_model
 from pdl_stress.chain import Patch, Step
@@ -40,7 +41,7 @@ from pdl_stress.jobs import (
     delayed_variants,
     plan_arms,
 )
-from pdl_stress.model import DOCUMENTED, OBSERVED_SM90
+from pdl_stress.model import DOCUMENTED, OBSERVED_SM90, find_races
 from pdl_stress.plan import CONTROL_REPLAYS, Plan, clean_jobs, control_jobs, exposure_jobs
 from pdl_stress.results import ArmResult, CaseResult, ControlResult, EdgeResult, NodeResult
 from pdl_stress.statistics import upper_bound
@@ -48,6 +49,9 @@ from pdl_stress.statistics import upper_bound
 VERDICTS = {"caught": "caught", "clean": "clean", "unpromised": "not seen"}
 REPLAYS = 2000
 Library = Callable[..., Chain]
+
+
+pytestmark = pytest.mark.usefixtures("remembered_model")
 
 
 @pytest.fixture(autouse=True)
@@ -60,11 +64,29 @@ def kernel_of(step: Step) -> str:
     return (step.op.kernels or (step.op.name,))[0]
 
 
-def kernel_node(step: Step, waits: int | None, name: str = "") -> NodeResult:
-    incoming = ["full" if step.name == "producer" else "programmatic"]
-    return NodeResult(
-        "kernel", name or kernel_of(step), step=step.name, incoming=incoming, waits=waits, code="lib.so"
-    )
+_PLANNED: dict[Any, list[ControlJob]] = {}
+
+
+@pytest.fixture(autouse=True)
+def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controls of one chain, plan and census are planned once for all tests: which they are is for `test_plan`."""
+
+    def planned(chain: Chain, plan: Plan, nodes: list[NodeResult] | None = None) -> list[ControlJob]:
+        kinds = [step.op.rebuildable for step in chain.steps]
+        key = (chain.fingerprint, str(kinds), plan, str(nodes), faults._twins)
+        if key not in _PLANNED:
+            _PLANNED[key] = control_jobs(chain, plan, nodes)
+        return list(_PLANNED[key])
+
+    monkeypatch.setattr("pdl_stress.campaign.control_jobs", planned)
+
+
+def kernel_node(step: Step, waits: int | None) -> NodeResult:
+    """As a census finds it: behind a full edge, such as the producer's, machine code is not looked for."""
+    made = NodeResult("kernel", kernel_of(step), step=step.name, incoming=["programmatic"], waits=waits, code="lib.so")
+    if step.name == "producer":
+        vars(made).update(incoming=["full"], waits=None, code="not looked for")
+    return made
 
 
 class Fake:
@@ -225,8 +247,6 @@ def test_the_late_arms_of_a_step_have_each_of_its_data_edges_whole(name: str, li
 @pytest.mark.parametrize("name", catalog.SHIPPED)
 def test_no_clean_arm_is_disordered(name: str, library: Library) -> None:
     """A perturbation changes timing and nothing else; nor does a stand-in."""
-    from pdl_stress.model import find_races
-
     for chain in (catalog.load(name), library(name)):
         for job in plan_arms(chain, 1, (10.0,)):
             assert find_races(job.variant(chain), DOCUMENTED, replays=2) == []
@@ -901,8 +921,186 @@ def test_a_kernel_that_cannot_be_exchanged_for_itself_is_inconclusive_not_failed
     dirty = change(which, lambda answer: vars(answer.result).update(kills=256, verdict="dirty"))
     (case,) = run_on_gpu([chain], Plan(REPLAYS), Fake(chain, twist=dirty))
     assert case.verdict is Outcome.INCONCLUSIVE
-    assert all("its machine code cannot be exchanged like that" in reason for reason in case.reasons)
-    assert len(case.reasons) == len(chain.data_edges) * len(DELAYS_US)
+    dirty_ones = [reason for reason in case.reasons if "its machine code cannot be exchanged like that" in reason]
+    assert len(dirty_ones) == len(chain.data_edges) * len(DELAYS_US)
+    caught = [c for c in case.controls if c.patched and c.verdict == "caught"]
+    assert sorted(set(case.reasons) - set(dirty_ones)) == sorted(map(alone, caught)), (
+        "and what was caught shows nothing"
+    )
+
+
+def alone(control: ControlResult) -> str:
+    return (
+        f"control {control.fault} ({control.variant}) on {control.writer}->{control.reader}, {control.delay_us:g} us, "
+        "was caught with patched machine code; the same code unpatched was not shown to be clean there"
+    )
+
+
+def test_what_machine_code_shows_without_its_twin_is_inconclusive(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdl_stress.faults._twins", lambda chain, controls: [])
+    for chain in (library("csa2-fused-m1"), library("csa2-fused-m1", only=("q_norm",))):
+        (case,) = run_on_gpu([chain], Plan(REPLAYS), Fake(chain))
+        assert case.verdict is Outcome.INCONCLUSIVE
+        assert case.reasons
+        assert case.reasons == [alone(c) for c in case.controls if c.patched and c.verdict == "caught"]
+
+
+@pytest.mark.parametrize("delay", [0.0, 2.0, 10.0])
+def test_one_twin_that_was_not_clean_costs_the_pass(delay: float, library: Library) -> None:
+    chain = library("csa2-fused-m1")
+    which = lambda j: isinstance(j, ControlJob) and j.patched == "loaded again" and j.control.delay_us == delay  # noqa: E731
+    one = change(which, lambda a: vars(a.result).update(kills=int(a.result.reader == "kv_norm"), verdict="clean"))
+    (case,) = run_on_gpu([chain], Plan(REPLAYS), Fake(chain, twist=one))
+    assert case.verdict is Outcome.INCONCLUSIVE
+    assert all("projection->kv_norm" in reason for reason in case.reasons)
+    assert any("was caught with patched machine code" in reason for reason in case.reasons) is (delay == 10.0)
+
+
+@pytest.mark.parametrize("faults", [("F00",), ("F00", "F07", "F28")])
+def test_chosen_faults_bring_the_twins_of_what_they_patch(faults: tuple[str, ...], library: Library) -> None:
+    """They came with F02 alone, and a run of F00 passed without them."""
+    chain = library("csa2-fused-m1")
+    (case,) = run_on_gpu([chain], Plan(REPLAYS, faults=faults), Fake(chain))
+    assert (case.verdict, case.reasons) == (Outcome.PASS, [])
+    twins = [(c.writer, c.reader, c.delay_us) for c in case.controls if c.variant == RELOADED]
+    assert sorted(twins) == sorted((e.writer, e.reader, delay) for e in chain.data_edges for delay in DELAYS_US)
+    assert {c.fault for c in case.controls if c.variant == RELOADED} == {"F00"}
+
+
+# --- what the census shows and nothing tests -------------------------------------------------------------------------
+
+
+def add_kernel(step: str, waits: int | None, **fields: Any) -> Callable[[Job, Any], Any]:
+    """One more kernel of the step, behind its own."""
+
+    def edit(answer: CensusAnswer) -> None:
+        (place,) = (index for index, node in enumerate(answer.nodes) if node.step == step)
+        more = copy.copy(answer.nodes[place])
+        vars(more).update(name="second", waits=waits, **fields)
+        answer.nodes.insert(place + 1, more)
+
+    return change(only(CensusJob), edit)
+
+
+@pytest.mark.parametrize("what", ["native", "library"])
+@pytest.mark.parametrize("waits", [0, 1, None])
+def test_a_second_kernel_of_a_step_that_overlaps_the_first_is_inconclusive(
+    what: str, waits: int | None, library: Library
+) -> None:
+    """A split-K kernel and its reduction. What the one hands to the other is no buffer of the chain: the reduction need
+    not wait, every control of the first one is caught, and every arm is clean as long as the GPU is kind."""
+    chain = library("csa2-fused-m1") if what == "library" else catalog.load("csa2-fused-m1")
+    (case,) = run_on_gpu([chain], Plan(REPLAYS), Fake(chain, twist=add_kernel("projection", waits)))
+    assert case.verdict is Outcome.INCONCLUSIVE
+    first = kernel_of(chain["projection"])
+    several = f"projection launches several nodes that overlap ({first}, second): what they hand to each other is not"
+    assert any(reason.startswith(several) for reason in case.reasons)
+    never = (
+        "projection: the contract says that it waits (loaders), and the machine code of second (lib.so) holds no wait"
+    )
+    assert (never in case.reasons) is (waits == 0)
+    assert case.untested == [reason for reason in case.reasons if reason in case.untested]
+
+
+@pytest.mark.parametrize("what", ["native", "library"])
+def test_a_second_kernel_behind_a_full_edge_is_ordered(what: str, library: Library) -> None:
+    chain = library("csa2-fused-m1") if what == "library" else catalog.load("csa2-fused-m1")
+    full = add_kernel("projection", 0 if what == "library" else None, incoming=["full"])
+    (case,) = run_on_gpu([chain], Plan(REPLAYS), Fake(chain, twist=full))
+    assert (case.verdict, case.reasons, case.untested) == (Outcome.PASS, [], [])
+
+
+def test_a_step_between_that_never_waits_although_its_contract_says_so_is_inconclusive(library: Library) -> None:
+    """q_norm's readers lie elsewhere, and every control of kv_norm, whose wait covers the projection only through
+    q_norm's, puts a stand-in in its place, which waits. No mismatch, no missed control: only the census can tell."""
+    chain = library("csa2-fused-m1", only=("q_norm",))
+    never = change(only(CensusJob), lambda a: [vars(node).update(waits=0) for node in a.nodes if node.step == "q_norm"])
+    (case,) = run_on_gpu([chain], Plan(REPLAYS), Fake(chain, twist=never))
+    assert case.verdict is Outcome.INCONCLUSIVE
+    text = (
+        f"q_norm: the contract says that it waits (all), and the machine code of {kernel_of(chain['q_norm'])} (lib.so)"
+    )
+    assert any(reason.startswith(text) for reason in case.untested)
+    assert set(case.untested) <= set(case.reasons)
+
+
+def test_a_step_that_reads_constants_and_never_waits_is_inconclusive_too() -> None:
+    """It has no data edge that a control could break; but what comes behind it relies on its wait (R8)."""
+    chain = Chain("between")
+    x, y, z = (chain.buffer(name, (4,), "float32") for name in "xyz")
+    contract = KernelContract(("a",), ("o",))
+    fixed = Op("library", contract, lambda **_: None, contract)
+    chain.step("first", fixed, a=chain.input("h", (4,), "float32"), o=x)
+    chain.step("between", fixed, a=chain.constant("w", (4,), "float32"), o=y)
+    chain.step("last", fixed, a=x, o=z)
+    (whole,) = run_on_gpu([chain], Plan(REPLAYS), Fake(chain))
+    assert (whole.verdict, whole.reasons) == (Outcome.PASS, [])
+    never = change(
+        only(CensusJob), lambda a: [vars(node).update(waits=0) for node in a.nodes if node.step == "between"]
+    )
+    (case,) = run_on_gpu([chain], Plan(REPLAYS), Fake(chain, twist=never))
+    text = "between: the contract says that it waits (all), and the machine code of library (lib.so) holds no wait"
+    assert (case.verdict, case.reasons, case.uncontrolled) == (Outcome.INCONCLUSIVE, [text], {})
+
+
+def test_a_census_that_holds_nothing_costs_the_pass() -> None:
+    """What was not looked at may be anything."""
+    empty = change(only(CensusJob), lambda answer: answer.nodes.clear())
+    (case,), _ = run(twist=empty)
+    assert case.verdict is Outcome.INCONCLUSIVE
+    assert case.reasons == [f"{step.name} launches no kernel" for step in catalog.load("csa2-fused-m1").steps]
+
+
+def test_a_census_that_lacks_a_step_costs_the_pass() -> None:
+    def edit(answer: CensusAnswer) -> None:
+        answer.nodes[:] = [node for node in answer.nodes if node.step != "kv_norm"]
+
+    (case,), _ = run(twist=change(only(CensusJob), edit))
+    assert (case.verdict, case.reasons) == (Outcome.INCONCLUSIVE, ["kv_norm launches no kernel"])
+
+
+# --- chains that not every perturbation leaves ordered ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("waits", [1, 2, 3])
+def test_an_update_in_place_by_library_kernels_is_inconclusive_not_an_error(waits: int, in_place: Chain) -> None:
+    """No stand-in can take gemm's place, since its output is changed behind it; planning must survive that."""
+    (case,) = run_on_gpu([in_place], Plan(REPLAYS), Fake(in_place, waits=waits))
+    assert case.verdict is Outcome.INCONCLUSIVE
+    assert case.errors == []
+    assert case.planned == (len(case.arms), len(case.controls))
+    assert any("no control was caught on gemm->scale through x" in reason for reason in case.reasons)
+    assert any("data edge gemm->scale through x was never exposed" in reason for reason in case.reasons)
+    assert {c.writer for c in case.controls} == {"producer", "scale"}
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_chain_that_relies_on_a_fence_is_inconclusive_on_a_healthy_gpu(fixed: bool) -> None:
+    """Told to trigger early its writer would be wrong, and rightly so: it FAILed. So it is not exposed."""
+    chain = Chain("fence")
+    waits = frozenset() if fixed else frozenset(Wait)
+
+    def kernel(**contract: Any) -> Op:
+        made = KernelContract(("a",), ("o",), **contract)
+        return Op("kernel", made, lambda **_: None, made, waits=waits)
+
+    x, y = chain.buffer("x", (4,), "float32"), chain.buffer("y", (4,), "float32")
+    chain.step("writer", kernel(fence=True), a=chain.input("h", (4,), "float32"), o=x)
+    chain.step("reader", kernel(independent=("a",)), a=x, o=y)
+
+    def wrong(job: Job, answer: Any) -> Any:
+        """A GPU that shows whatever race there is."""
+        if isinstance(job, ArmJob) and find_races(job.variant(chain), OBSERVED_SM90, 2):
+            vars(answer.arm).update(mismatches=job.replays)
+        return answer
+
+    (case,) = run_on_gpu([chain], Plan(REPLAYS), Fake(chain, twist=wrong))
+    assert (case.mismatches, case.errors, case.timeline) == (0, [], [])
+    assert case.verdict is Outcome.INCONCLUSIVE
+    assert any("data edge writer->reader through x was never exposed" in reason for reason in case.reasons)
+    assert any(reason.startswith("no clean arm delays writer by 10 us") for reason in case.reasons)
 
 
 def test_what_one_removed_wait_of_several_shows_changes_no_verdict(library: Library) -> None:
@@ -952,7 +1150,7 @@ def test_a_fault_planted_in_a_library_kernel_runs_alone(library: Library) -> Non
     fake = Fake(chain, waits=None)
     (case,) = run_on_gpu([chain], Plan(REPLAYS, planted="F02@q_norm"), fake)
     assert case.verdict is Outcome.FAIL
-    assert (case.nodes, case.uncontrolled, case.planned) == ([], {}, (2, 0))
+    assert (case.nodes, case.uncontrolled, case.untested, case.planned) == ([], {}, [], (2, 0))
     assert [job.variant(chain)["q_norm"].patch for job in fake.jobs if isinstance(job, ArmJob)] == [Patch(None)] * 2
 
 

@@ -196,9 +196,6 @@ def test_only_the_named_kernel_changes_and_neither_constants_nor_data(arch):
     assert cubin.count(ACQBULK[:12]) >= 3, "the pattern stands in a constant and in data"
     mutant = remove_waits(cubin, "first")
     slots = {place(cubin, site) for site in wait_sites(cubin, "first")}
-    assert {index // 16 * 16 - at % 16 for at in slots for index in differing(cubin, mutant.code)} <= slots | {
-        0
-    } or True
     assert all(any(at <= index < at + 2 for at in slots) for index in differing(cubin, mutant.code))
     assert len(differing(cubin, mutant.code)) == 2 * len(slots)
     for other in ("second", "calls"):

@@ -33,6 +33,8 @@ from pdl_stress.statistics import upper_bound
 
 NAN, INF = math.nan, math.inf
 
+pytestmark = pytest.mark.usefixtures("remembered_model")
+
 
 def test_the_defaults_are_what_the_documentation_says() -> None:
     plan = Plan()
@@ -225,6 +227,15 @@ def node(
     )
 
 
+def test_a_plain_kernel_behind_one_that_waits_needs_no_machine_code(library: Any) -> None:
+    """Its edge is full, so it is ordered, and nothing of it could be removed."""
+    chain = library("csa2-fused-m1")
+    nodes = [*found_in(chain), node("projection", None, "not looked for", incoming="full")]
+    assert uncontrolled(chain, nodes) == {}
+    assert untested(chain, nodes) == []
+    assert control_jobs(chain, Plan(), nodes) == control_jobs(chain, Plan(), found_in(chain))
+
+
 def found_in(chain: Chain, waits: int | None = 1, **other: int | None) -> list[NodeResult]:
     """A census: one kernel a step with so many waits; ``other``: per step."""
     return [node(step.name, other.get(step.name, waits)) for step in chain.steps]
@@ -297,6 +308,7 @@ def test_a_census_says_nothing_about_kernels_that_are_rebuilt(name: str, waits: 
     ("nodes", "why"),
     [
         ([node("q_norm", None, "no library holds it")], "no library holds it"),
+        ([node("q_norm", 1, incoming="full")], "kernel of q_norm is not launched to overlap what comes before it"),
         ([node("q_norm", 0)], "the machine code of kernel of q_norm (lib.so) holds no wait"),
         ([node("q_norm", None, kind="memset")], "it launches no kernel"),
         ([], "it launches no kernel"),
@@ -309,7 +321,15 @@ def test_a_census_says_nothing_about_kernels_that_are_rebuilt(name: str, waits: 
             "stripped",
         ),
     ],
-    ids=["no code", "no wait", "no kernel", "nothing", "two kernels, one without code", "only one of two known"],
+    ids=[
+        "no code",
+        "full edges",
+        "no wait",
+        "no kernel",
+        "nothing",
+        "two kernels, one without code",
+        "only one of two known",
+    ],
 )
 def test_controls_that_need_waits_removed_are_not_planned_where_that_cannot_be(
     nodes: list[NodeResult], why: str, library: Library

@@ -269,8 +269,8 @@ def profiled(name: str) -> ExposureJob:
     return ExposureJob(name, "mark", "as deployed", profiled=True)
 
 
-def test_what_profiles_has_a_process_of_its_own(load: Callable[[str], Any]) -> None:
-    """A profiler changes the timing of everything after it, so nothing is graded where one was."""
+def test_nothing_is_graded_in_a_process_that_has_profiled(load: Callable[[str], Any]) -> None:
+    """A profiler changes the timing of everything after it. What came before it is no worse for it."""
     asked = [job("a"), ArmJob("b", "mark", "as deployed", 10), profiled("c"), profiled("d"), job("e"), profiled("f")]
     with Worker(load) as worker:
         for one in asked:
@@ -279,16 +279,16 @@ def test_what_profiles_has_a_process_of_its_own(load: Callable[[str], Any]) -> N
             assert not isinstance(error.value, DeviceError)
             assert all(is_gone(pid) for pid in pids(load)[:-1] if pid != pids(load)[-1]), "one process at a time"
     a, b, c, d, e, f = pids(load)
-    assert a == b
-    assert c == d
-    assert len({a, c, e, f}) == 4, "and no process that has profiled is used for anything else"
+    assert a == b == c == d
+    assert e == f
+    assert a != e
     assert all(is_gone(pid) for pid in pids(load))
 
 
-def test_a_process_that_profiles_gets_its_time_to_start(load: Callable[[str], Any]) -> None:
+def test_the_process_after_one_that_has_profiled_gets_its_time_to_start(load: Callable[[str], Any]) -> None:
     """It is a new one: the time limit of a job alone would end it while it imports."""
     with Worker(load, time_limit=0.05) as worker:
-        for one in (job("first"), profiled("second")):
+        for one in (profiled("first"), job("second")):
             with pytest.raises(PdlStressError, match="unknown chain") as error:
                 worker.execute(one)
             assert not isinstance(error.value, WorkerFailed)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..chain import PRODUCER, Chain
+from ..chain import Chain
 from ..op import STAMP_FIELDS
 from . import graphs, nodes, profiler
 from .bench import Bench
@@ -98,7 +98,7 @@ def _judge(captured: Captured, starts: Any, ends: Any, stores: Any, method: str)
         return float((starts[..., place[later]] < times[..., place[earlier]]).mean())
 
     # A stand-in that starts early says nothing of the kernel whose place it takes.
-    own = {step.name for step in chain.steps if not step.source or step.name == PRODUCER}
+    own = {step.name for step in chain.steps if not step.source}
     overlap = {(a, b): share(b, a, ends) for a, b in pairwise(step.name for step in chain.steps) if b in own}
     if captured.back_to_back:
         around = starts[:, 1:, 0] < ends[:, :-1, -1]

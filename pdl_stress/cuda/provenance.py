@@ -65,6 +65,8 @@ def software() -> dict[str, object]:
         "torch": version_of("torch"),
         "cuda_core": version_of("cuda-core"),
         "cuda_bindings": version_of("cuda-bindings"),
+        "flashinfer": version_of("flashinfer-python"),
+        "tensorrt_llm": version_of("tensorrt-llm"),
     }
 
 

@@ -7,6 +7,7 @@ the node, with the same parameters, grid, shared memory and edges.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ..chain import Patch
@@ -47,9 +48,13 @@ class Surgeon:
             DeviceError: the driver refuses the patched code.
         """
         kernels = [kernel for kernel in map(kernel_of, nodes) if kernel is not None]
-        lines, first, touched = [], 0, False
+        lines, missing, first, touched = [], list[str](), 0, False
         for kernel in kernels:
-            count = self._count(kernel.symbol)
+            try:
+                count = self._count(kernel.symbol)
+            except CodeNotFound as error:  # such as a kernel of torch's behind one that is patched: it has full edges
+                missing.append(str(error))
+                continue
             sites = patch.remove
             if sites is not None:
                 sites = tuple(site - first for site in sites if first <= site < first + count)
@@ -63,16 +68,14 @@ class Surgeon:
             lines.append(f"{removed} of {count} waits removed from {loaded.origin}; {loaded.mutant.checked}")
         if not touched:
             names = ", ".join(kernel.symbol for kernel in kernels) or "no kernel"
-            raise PdlStressError(f"nothing to patch ({patch}): {names}, {first} waits.")
+            why = "".join(f"; {text}" for text in missing)
+            raise PdlStressError(f"nothing to patch ({patch}): {names}, {first} waits{why}.")
         return lines
 
     def _count(self, symbol: str) -> int:
         """Wait sites of a kernel. A graph holds it many times, so this is remembered."""
         if symbol not in self._counts:
-            try:
-                code = self._finder.find(symbol, architecture()).code
-            except CodeNotFound as error:
-                raise PdlStressError(str(error)) from error
+            code = self._finder.find(symbol, architecture()).code
             self._counts[symbol] = len(wait_sites(code, symbol))
         return self._counts[symbol]
 
@@ -83,7 +86,7 @@ class Surgeon:
 
             found = self._finder.find(kernel.symbol, architecture())
             try:
-                mutant = remove_waits(found.code, kernel.symbol, sites)
+                mutant = _mutant(found.code, kernel.symbol, sites)
             except MutationError as error:
                 raise PdlStressError(f"{kernel.symbol}: {error}") from error
             try:
@@ -93,6 +96,12 @@ class Surgeon:
                 raise DeviceError(f"the driver does not load the patched code of {kernel.symbol}: {error}") from error
             self._loaded[key] = _Loaded(mutant, found.origin, module, handle)
         return self._loaded[key]
+
+
+@lru_cache(maxsize=64)
+def _mutant(code: bytes, symbol: str, sites: tuple[int, ...] | None) -> Mutant:
+    """:func:`remove_waits`, once per process: each disassembly takes a second, and chains share their kernels."""
+    return remove_waits(code, symbol, sites)
 
 
 def _swap(kernel: Kernel, replacement: Any) -> None:

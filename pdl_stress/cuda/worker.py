@@ -57,10 +57,10 @@ class Worker:
             WorkerFailed: no answer in time, the child died, or a CUDA error; the child is gone.
             PdlStressError: the job was refused; the child lives on.
         """
-        profiled = isinstance(job, ExposureJob) and job.profiled
-        if profiled != self._profiled:  # nothing is graded in a process that has profiled
+        profiles = isinstance(job, ExposureJob) and job.profiled
+        if self._profiled and not profiles:  # nothing is graded in a process that has profiled
             self.stop()
-            self._profiled = profiled
+        self._profiled = profiles
         if self._process is None:
             self._start()
         assert self._pipe is not None
