@@ -111,7 +111,7 @@ class NodeResult:
     """One node of a captured graph, as the census found it.
 
     Args:
-        step: the step of the chain that it belongs to; empty for a graph that is no chain.
+        step: the step of the chain that it belongs to; in a graph that is no chain, the child graph that it lies in.
         kind: ``kernel``, ``memset``, ``memcpy``, ``host``, ``child graph``, ...
         name: kernels: the demangled name; ``symbol`` is the mangled one.
         grid, block: CTAs and threads; ``shared_bytes``: dynamic shared memory.

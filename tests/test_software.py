@@ -248,3 +248,9 @@ def test_nvml_that_refuses_one_question_still_answers_the_others(monkeypatch: py
     monkeypatch.setattr(nvml, "_open", lambda: fake)
     assert nvml.state("0000:01:00.0") == nvml.State("580.95", None, 100, 200, None, None)
     assert closed
+
+
+def test_a_result_names_the_libraries_whose_kernels_it_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "version_of", {"flashinfer-python": "0.7.4", "torch": "2.99"}.get)
+    found = provenance.software()
+    assert (found["flashinfer"], found["tensorrt_llm"], found["torch"]) == ("0.7.4", None, "2.99")

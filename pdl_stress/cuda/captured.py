@@ -12,7 +12,16 @@ from . import graphs, nodes
 
 @dataclass
 class Captured:
-    """A captured chain. ``last`` maps (replay, step) to the step's last node; keep ``owner`` alive for its memory."""
+    """A captured chain.
+
+    Args:
+        owner, raw: torch's graph object, kept alive for its memory, and its ``cudaGraph_t``.
+        late: a control's late rows and a copy of their truth; empty without one.
+        last: the last node of each (replay, step).
+        boundaries: handles of the nodes that grade.
+        patched: per step whose machine code was changed, how, and how that was checked.
+        returned: per (replay, step) the tensors that its op returned, each with the buffer that it is led to.
+    """
 
     owner: Any
     raw: Any
