@@ -108,6 +108,36 @@ def run_control(
     return answer.result, fake
 
 
+# --- benches -------------------------------------------------------------------------------------------------------
+
+
+def test_a_bench_is_kept_until_others_were_used_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"chain {number}" for number in range(module.BENCHES + 1)]
+    chains = {name: chain() for name in names}
+    for name, one in chains.items():
+        one.name = name
+    made: list[str] = []
+
+    def bench(built: Chain, **_: Any) -> FakeBench:
+        made.append(built.name)
+        return FakeBench([0] * 9)
+
+    monkeypatch.setattr(module, "Bench", bench)
+    runs = Executor(chains.__getitem__)
+
+    def run(*wanted: str) -> list[str]:
+        made.clear()
+        for name in wanted:
+            runs.execute(ArmJob(name, chains[name].fingerprint, "as deployed", 10))
+        return list(made)
+
+    kept, last = names[:-1], names[-1]
+    assert run(*kept, *kept) == kept
+    assert run(kept[0], last) == [last], "the one used longest ago went: the second"
+    assert run(kept[0], kept[2]) == []
+    assert run(kept[1]) == [kept[1]]
+
+
 # --- the chain that was judged -------------------------------------------------------------------------------------
 
 

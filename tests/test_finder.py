@@ -316,13 +316,26 @@ def test_results_and_failures_are_kept_until_something_is_added_or_loaded(mapped
     assert finder.find("three", "sm_90").origin == "given cubin"
 
 
+def test_what_a_file_holds_is_known_to_later_finders_until_the_file_changes(mapped, asked):
+    path = mapped("a.so", library(b"one\0", cubin(value=1)))
+    assert CodeFinder().find("one", "sm_90").code == CodeFinder().find("one", "sm_90").code == cubin(value=1)
+    assert asked == ["a.so"]
+    path.unlink()
+    mapped("a.so", library(b"one\0", cubin(value=2)))
+    assert CodeFinder().find("one", "sm_90").code == cubin(value=2)
+    path.unlink()
+    mapped("a.so", library(b"", cubin(value=2)))
+    with pytest.raises(CodeNotFound, match="none of them names it"):
+        CodeFinder().find("one", "sm_90")
+
+
 def test_a_library_without_a_section_table_is_read_whole(mapped):
     content = bytearray(library(b"one\0", cubin()))
     content[0x28:0x30] = bytes(8)
     content[0x3C:0x40] = bytes(4)
     path = mapped("lib.so", bytes(content))
-    assert module._names_kernel(path, b"one")
-    assert not module._names_kernel(path, b"three")
+    assert module._names_kernel(path, b"one", module._state(path))
+    assert not module._names_kernel(path, b"three", module._state(path))
 
 
 def test_files_that_this_process_has_mapped_are_seen(tmp_path):

@@ -24,14 +24,11 @@ from .kernels import BLOCK, COUNTERS, NEVER, Harness, Neighbour
 from .memory import WORD, Memory, launch
 from .redirect import redirect
 from .surgery import Surgeon
+from .waiting import finish
 
 UNROLL = 16
 SYNC_EVERY = 128
 """Graph launches between two host synchronizations: rare, since a harness that synchronizes often can be blind."""
-
-
-class TimeLimit(DeviceError):
-    """The GPU did not finish in the time allowed."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class Bench:
         self._asked = False
         self.surgeon = Surgeon(self.finder)
         self._neighbours: dict[str, Neighbour] = {}
-        self.memory = Memory(chain, self.stream, seed, unroll=unroll)
+        self.memory = Memory(chain, self.stream, seed, unroll=unroll, time_limit=time_limit)
         device = self.stream.device
         self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=device)
         self.last_bad = torch.zeros(unroll, dtype=torch.int64, device=device)
@@ -185,7 +182,8 @@ class Bench:
                     self._source(captured, step, slot, row, pdl=False)
             else:
                 launch(step, self.memory.operands(step), pdl=step.pdl, stamps=row)
-        torch.cuda.synchronize()
+        self.finish()
+        torch.cuda.synchronize()  # what an op does on a stream of its own
 
     def _replay(self, captured: Captured, replay: int, stamps: Any) -> None:
         sets = self.memory.weight_sets(captured.rotated)
@@ -325,17 +323,8 @@ class Bench:
         torch.cuda.synchronize()
 
     def finish(self) -> None:
-        """Waits for the stream, without blocking in the driver for ever: the time limit is for what was enqueued since
-        the last call."""
-        import torch
-
-        started = time.perf_counter()
-        event = torch.cuda.Event()
-        event.record(self.stream)
-        while not event.query():
-            if time.perf_counter() - started > self.time_limit:
-                raise TimeLimit(f"the GPU did not finish within {self.time_limit:g} s: a hang, or too long a delay.")
-            time.sleep(0.0002)
+        """Waits for the stream; the time limit is for what was enqueued since the last call. Raises TimeLimit."""
+        finish(self.stream, self.time_limit)
 
     def _read(self, captured: Captured, launches: int, seconds: float) -> Counts:
         values = dict(zip(COUNTERS, (int(v) % 2**64 for v in self.counters.tolist()), strict=True))

@@ -1,4 +1,4 @@
-"""Carries out jobs on the current GPU, one bench per chain."""
+"""Carries out jobs on the current GPU, with one bench for each chain."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ from .diagnose import diagnose
 CONTROL_UNROLL = 8
 """Replays in a control's graph: hundreds of controls are captured, so capturing dominates their cost."""
 
+BENCHES = 4
+"""Benches that are kept. A campaign comes back to a chain in each of its phases; a bench is its weights a few times."""
+
 
 class Executor:
     """Runs jobs in this process.
@@ -42,7 +45,7 @@ class Executor:
 
     def __init__(self, load: Callable[[str], Chain], *, seed: int = 0, time_limit: float = 60.0) -> None:
         self._load, self._seed, self._time_limit = load, seed, time_limit
-        self._bench: Bench | None = None
+        self._benches: dict[tuple[str, str], Bench] = {}
         self._verified: dict[tuple[Op, bool], str] = {}
 
     def execute(self, job: Job) -> CensusAnswer | ArmAnswer | ExposureAnswer | ControlAnswer:
@@ -79,16 +82,19 @@ class Executor:
 
     def _bench_of(self, job: Job) -> Bench:
         judged = (job.chain, job.fingerprint)
-        if self._bench is None or (self._bench.chain.name, self._bench.chain.fingerprint) != judged:
-            self._bench = None  # frees the other chain's memory first
+        bench = self._benches.pop(judged, None)
+        if bench is None:
+            while len(self._benches) >= BENCHES:
+                self._benches.pop(next(iter(self._benches)))  # frees its memory before the new one takes any
             chain = self._load(job.chain)
             if (chain.name, chain.fingerprint) != judged:
                 raise PdlStressError(
                     f"the chain {chain.name!r} that was built where it should run is not the one that was judged. "
                     "A spawned process shares no globals: make its function depend on nothing but its code."
                 )
-            self._bench = Bench(chain, seed=self._seed, time_limit=self._time_limit)
-        return self._bench
+            bench = Bench(chain, seed=self._seed, time_limit=self._time_limit)
+        self._benches[judged] = bench  # the one used last is the last to go
+        return bench
 
     def _arm(self, bench: Bench, job: ArmJob) -> ArmAnswer:
         chain = job.variant(bench.chain)

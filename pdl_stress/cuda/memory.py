@@ -14,6 +14,7 @@ from typing import Any
 from ..buffers import Buffer, Role, View
 from ..chain import Chain, Step
 from ..errors import DeviceError, UsageError
+from .waiting import finish
 
 WORD = 16
 """Bytes of a word: the unit in which the harness grades."""
@@ -45,15 +46,18 @@ class Memory:
         seed: of inputs and weights.
         pool: number of inputs; a multiple of ``unroll``.
         unroll: replays in a graph; replay ``u`` of a graph uses weight set ``u % sets`` when rotated.
+        time_limit: seconds that an eager step may take before it counts as hung.
     """
 
-    def __init__(self, chain: Chain, stream: Any, seed: int, pool: int = POOL, unroll: int = 16) -> None:
+    def __init__(
+        self, chain: Chain, stream: Any, seed: int, pool: int = POOL, unroll: int = 16, time_limit: float = 60.0
+    ) -> None:
         import torch
 
         if pool % unroll:
             raise UsageError(f"pool {pool} is no multiple of the {unroll} replays of a graph.")
         self.chain, self.stream, self.pool, self.unroll = chain, stream, pool, unroll
-        self.device = stream.device
+        self.device, self.time_limit = stream.device, time_limit
         read = {view.buffer.name for step in chain.steps for _, view in step.reads()}
         ordered = sorted(
             chain.graded, key=lambda b: (b.role is not Role.INPUT, b.role is Role.INTERMEDIATE and b.name not in read)
@@ -151,6 +155,7 @@ class Memory:
         """References of the whole pool, ``[pool, words * 16]`` bytes; made at the first call.
 
         Raises:
+            TimeLimit: an eager step hangs.
             WeakReference: two neighbours of the pool agree in a row of a buffer, or a reference is not finite.
         """
         import torch
@@ -166,16 +171,22 @@ class Memory:
                     self.tensor(name).copy_(values[index])
                 for step in self.chain.steps:
                     if not step.source:
-                        torch.cuda.synchronize(self.device)
+                        self._synchronize()
                         operands = self.operands(step, index % self.unroll % sets)
                         for name, tensor in launch(step, operands, pdl=step.pdl).items():
                             operands[name].copy_(tensor)
-                torch.cuda.synchronize(self.device)
+                self._synchronize()
                 made[index].copy_(self.arena)
             torch.cuda.synchronize(self.device)
         self._check_reference(made)
         self.references[rotated] = made
         return made
+
+    def _synchronize(self) -> None:
+        import torch
+
+        finish(self.stream, self.time_limit)
+        torch.cuda.synchronize(self.device)  # what an op does on a stream of its own
 
     def _check_reference(self, reference: Any) -> None:
 

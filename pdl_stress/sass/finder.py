@@ -13,6 +13,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,6 @@ class CodeFinder:
         self._added: list[Any] = []
         self._found: dict[tuple[str, str], Found] = {}
         self._missed: dict[tuple[str, str], tuple[object, str]] = {}
-        self._holds: dict[tuple[Path, str], bool] = {}
 
     def add(self, obj: Any) -> None:
         """Look into `obj` first, and before all that was added earlier.
@@ -121,9 +121,10 @@ class CodeFinder:
                 reasons.append(f"{origin} holds it in {len(variants)} variants: add the compiled kernel that runs")
         found: list[Found] = []
         for path in mapped:
-            if self._may_hold(path, kernel):
+            state = _state(path)
+            if _names_kernel(path, kernel.encode(), state):
                 try:
-                    found.append(Found(extract(path, kernel, archs), path.name))
+                    found.append(Found(_extracted(path, kernel, archs, state), path.name))
                 except CodeNotFound as error:
                     reasons.append(str(error))
         if len({executed_code(one.code, kernel) for one in found}) > 1:
@@ -144,12 +145,6 @@ class CodeFinder:
                 yield (obj,), obj.name
             else:
                 yield tuple(_triton_cubins(obj)), "given Triton kernel"
-
-    def _may_hold(self, path: Path, kernel: str) -> bool:
-        key = (path, kernel)
-        if key not in self._holds:
-            self._holds[key] = _names_kernel(path, kernel.encode())
-        return self._holds[key]
 
 
 def _from_given(source: bytes | Path, origin: str, kernel: str, archs: tuple[str, ...]) -> bytes:
@@ -193,7 +188,25 @@ def _mapped_files() -> tuple[Path, ...]:
     return tuple(Path(name) for name in names if not name.endswith(" (deleted)"))
 
 
-def _names_kernel(path: Path, name: bytes) -> bool:
+def _state(path: Path) -> tuple[int, ...]:
+    """Tells a file from one that took its place; empty where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+# Once for a process and not for each finder: reading gigabytes of libraries is most of what a search costs.
+
+
+@lru_cache(maxsize=64)
+def _extracted(path: Path, kernel: str, archs: tuple[str, ...], state: tuple[int, ...]) -> bytes:
+    return extract(path, kernel, archs)
+
+
+@lru_cache(maxsize=4096)
+def _names_kernel(path: Path, name: bytes, state: tuple[int, ...]) -> bool:
     """Whether a library or executable has a fat binary, and `name` outside of it.
 
     As the end of a string: linkers store "one" as the end of "none". Asking cuobjdump once in vain does no harm.

@@ -98,7 +98,7 @@ def test_equal_inputs_are_refused() -> None:
 
 
 def test_time_limit(bench: Any) -> None:
-    from pdl_stress.cuda.bench import TimeLimit
+    from pdl_stress.cuda.waiting import TimeLimit
 
     slow = bench.chain.varied({"projection": {"delay_us": 500.0}})
     captured = bench.capture(slow)
