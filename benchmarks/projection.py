@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fusions.ops import Behaviour, tinygemm2
+from fusions.ops.native import Behaviour, tinygemm2
 from pdl_stress.cuda.device import environment
 
 K, N_Q, N_KV, SETS, REPEATS, ROUNDS = 5120, 1280, 512, 24, 20, 15

@@ -69,6 +69,10 @@ class Library:
         except (ImportError, ValueError):  # a half-removed package
             return False
 
+    def loaded(self) -> bool:
+        """True if this process has imported it."""
+        return self.module in sys.modules
+
     def version(self) -> str | None:
         """The version, without importing anything; None if neither the metadata nor a loaded module tells."""
         try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fusions.ops import native
+from fusions.ops.native import code as native
 from pdl_stress import Chain, UsageError, catalog
 from pdl_stress.catalog import ops
 

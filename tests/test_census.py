@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from fusions.ops import Behaviour, native
+from fusions.ops.native import Behaviour
+from fusions.ops.native import code as native
 from pdl_stress import Chain, PdlStressError
 from pdl_stress.cuda import census as module
 from pdl_stress.cuda.nodes import Kernel

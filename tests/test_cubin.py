@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusions.ops import native
 from fusions.ops.native import Behaviour
+from fusions.ops.native import code as native
 from pdl_stress.sass import cubin as reader
 from pdl_stress.sass.tools import WHEELS, find_tool
 

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from fusions.ops import native
+from fusions.ops.native import code as native
 from pdl_stress.sass import fatbin
 from pdl_stress.sass.cubin import architecture
 from pdl_stress.sass.fatbin import CodeNotFound, extract

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fusions.ops import native
+from fusions.ops.native import code as native
 from pdl_stress.sass import finder as module
 from pdl_stress.sass.cubin import BadCubin, architecture
 from pdl_stress.sass.finder import CodeFinder, CodeNotFound, architectures

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusions.ops import native
 from fusions.ops.native import Behaviour
+from fusions.ops.native import code as native
 from pdl_stress.sass import mutate
 from pdl_stress.sass.cubin import BadCubin, functions
 from pdl_stress.sass.mutate import Mutant, MutationError, Site, remove_waits, triggers, wait_sites

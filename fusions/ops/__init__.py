@@ -1,7 +1,5 @@
-"""The ops that the fused projections run on: native kernels, compiled at first use for the GPU at hand."""
+"""The ops that the fused projections run on: native, FlashInfer's, TensorRT-LLM's, and the choice among them."""
 
-from fusions.ops.native import Behaviour
-from fusions.ops.rmsnorm import rmsnorm
-from fusions.ops.tinygemm2 import tinygemm2
+from fusions.ops.choice import OPS, Policy, TinyGemmOp, choose, tinygemm2
 
-__all__ = ["Behaviour", "rmsnorm", "tinygemm2"]
+__all__ = ["OPS", "Policy", "TinyGemmOp", "choose", "tinygemm2"]

@@ -41,7 +41,7 @@ def available(*ops: str) -> None:
         Unavailable: with the reason, and what to do.
     """
     wanted = ops or (RMSNORM, TINYGEMM2)
-    if all(map(_registered, wanted)):
+    if all(map(registered, wanted)):
         return
     if not TENSORRT_LLM.installed():
         raise Unavailable(str(TENSORRT_LLM.refusal()))
@@ -53,7 +53,7 @@ def available(*ops: str) -> None:
                 f"TensorRT-LLM does not import: {type(error).__name__}: {error}; reinstall tensorrt-llm and what it "
                 "needs, for this Python, torch and CUDA"
             ) from error
-    missing = [f"torch.ops.trtllm.{op}" for op in wanted if not _registered(op)]
+    missing = [f"torch.ops.trtllm.{op}" for op in wanted if not registered(op)]
     if missing:
         version = TENSORRT_LLM.version() or "of unknown version"
         raise Unavailable(
@@ -112,25 +112,26 @@ def tinygemm2(
     _check_version(op, x.shape[1], force)  # and after it: without metadata, only the module tells its version
     with _device_of(x):
         if bias is None:
-            bias = _zero_bias(op, x.device, weight.shape[0])
+            bias = zero_bias(x.device, weight.shape[0])
         return _tensor(op, torch.ops.trtllm.tinygemm2(x, weight, bias))
 
 
 def _check_version(op: str, k: int, force: bool) -> None:
     if k > TRTLLM_BAD_ABOVE_K and not force and not known_bad_allowed():
-        refusal = _version_refusal(TENSORRT_LLM.module in sys.modules)
+        refusal = version_refusal(TENSORRT_LLM.loaded())
         if refusal:
             raise KnownBad(f"{op} with K = {k}: {refusal}, and so does force=True")
 
 
 @functools.cache
-def _version_refusal(loaded: bool) -> Refusal | None:
+def version_refusal(loaded: bool) -> Refusal | None:
     """Read once before and once after the import: reading metadata takes a millisecond."""
     del loaded
     return TENSORRT_LLM.version_refusal("tinygemm2")
 
 
-def _registered(op: str) -> bool:
+def registered(op: str) -> bool:
+    """Whether ``torch.ops.trtllm`` has the op now. Imports nothing."""
     return hasattr(torch.ops.trtllm, op)
 
 
@@ -148,14 +149,14 @@ def _check_capability(op: str, capability: tuple[int, int], force: bool) -> None
     raise Unavailable(f"{what} does not support; expected one of {supported}; use other ops")
 
 
-def _zero_bias(op: str, device: torch.device, columns: int) -> torch.Tensor:
+def zero_bias(device: torch.device, columns: int) -> torch.Tensor:
     """Zeros that are complete before any kernel that reads them without a wait can start."""
     bias = _zeros.get((device, columns))
     if bias is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(
-                f"{op}: the first call without a bias for N = {columns} fills one, and a capture would only record "
-                "that; call it once before the capture, or pass a bias"
+                f"TensorRT-LLM tinygemm2: the first call without a bias for N = {columns} fills one, which a capture "
+                "would only record; call it once before the capture, or pass a bias"
             )
         bias = torch.zeros(columns, dtype=torch.bfloat16, device=device)
         if device.type == "cuda":

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusions.ops import native
 from fusions.ops.native import Behaviour
+from fusions.ops.native import code as native
 from pdl_stress.sass.cubin import OPCODES, Instruction, instructions, text_sections
 
 _MANY = 1 << 30

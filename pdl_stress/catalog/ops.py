@@ -34,7 +34,7 @@ COMMON_WAITS = frozenset({Wait.BARRIER, Wait.ONE_WARP, Wait.BRANCH, Wait.LATE, W
 
 
 def _behaviour(kernel: str, contract: KernelContract, delay_ns: int | None, stamps: Any) -> Any:
-    from fusions.ops import Behaviour
+    from fusions.ops.native import Behaviour
 
     return Behaviour(
         wait=str(contract.wait),
@@ -50,7 +50,7 @@ def _run_rmsnorm(
     *, input: Any, weight: Any, out: Any, pdl: bool, contract: KernelContract = RMSNORM_CONTRACT,
     delay_ns: int | None = None, stamps: Any = None, eps: float = 1e-6,
 ) -> None:  # fmt: skip
-    from fusions.ops import rmsnorm
+    from fusions.ops.native import rmsnorm
 
     behaviour = _behaviour("rmsnorm", contract, delay_ns, stamps)
     rmsnorm(input, weight, out=out, eps=eps, pdl=pdl, behaviour=behaviour, delay_ns=delay_ns or 0, stamps=stamps)
@@ -60,7 +60,7 @@ def _run_tinygemm2(
     *, input: Any, weight: Any, out: Any, pdl: bool, contract: KernelContract = TINYGEMM2_CONTRACT,
     delay_ns: int | None = None, stamps: Any = None,
 ) -> None:  # fmt: skip
-    from fusions.ops import tinygemm2
+    from fusions.ops.native import tinygemm2
 
     behaviour = _behaviour("tinygemm2", contract, delay_ns, stamps)
     tinygemm2(input, weight, out=out, pdl=pdl, behaviour=behaviour, delay_ns=delay_ns or 0, stamps=stamps)
@@ -80,7 +80,7 @@ def _native_code(kernel: str) -> Callable[[], list[bytes]]:
     def code() -> list[bytes]:
         import torch
 
-        from fusions.ops import native
+        from fusions.ops.native import code as native
 
         major, minor = torch.cuda.get_device_capability()
         return [native.cubin(kernel, native.DEPLOYED[kernel], f"sm_{major}{minor}a")]

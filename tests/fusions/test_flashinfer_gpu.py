@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fusions.ops import rmsnorm, tinygemm2
+from fusions.ops.native import rmsnorm, tinygemm2
 from pdl_stress import catalog
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]

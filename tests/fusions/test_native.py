@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from fusions.ops import native
 from fusions.ops.native import Behaviour
+from fusions.ops.native import code as native
 from pdl_stress.sass.cubin import text_sections
 
 

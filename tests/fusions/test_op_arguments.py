@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusions.ops import Behaviour, rmsnorm, tinygemm2
+from fusions.ops.native import DEPLOYED, Behaviour, rmsnorm, tinygemm2
 
 BF16 = torch.bfloat16
 
@@ -88,5 +88,5 @@ def test_tinygemm2_refuses(changed, message):
 
 
 def test_the_deployed_behaviours_are_at_hand():
-    assert Behaviour("all", "after_stores") == rmsnorm.DEPLOYED
-    assert Behaviour("loaders", "after_stores") == tinygemm2.DEPLOYED
+    assert Behaviour("all", "after_stores") == DEPLOYED["rmsnorm"]
+    assert Behaviour("loaders", "after_stores") == DEPLOYED["tinygemm2"]

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from fusions.ops import Behaviour, native, rmsnorm
+from fusions.ops.native import Behaviour, rmsnorm
+from fusions.ops.native import code as native
 
 pytestmark = pytest.mark.gpu
 

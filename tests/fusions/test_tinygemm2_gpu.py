@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 
-from fusions.ops import Behaviour, native, rmsnorm, tinygemm2
+from fusions.ops.native import Behaviour, rmsnorm, tinygemm2
+from fusions.ops.native import code as native
 
 pytestmark = pytest.mark.gpu
 

@@ -64,7 +64,7 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIns]:
     yield stand_ins
     stand_ins.remove()
     trtllm._zeros.clear()
-    trtllm._version_refusal.cache_clear()
+    trtllm.version_refusal.cache_clear()
 
 
 def version(monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
@@ -74,7 +74,7 @@ def version(monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
         return text
 
     monkeypatch.setattr(metadata, "version", look)
-    trtllm._version_refusal.cache_clear()
+    trtllm.version_refusal.cache_clear()
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -310,9 +310,9 @@ def test_the_zeros_are_not_made_inside_a_capture(ops: StandIns, monkeypatch: pyt
     """A capture would record the fill, and the kept zeros would hold anything until the graph runs."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(ValueError, match="call it once before the capture, or pass a bias"):
-        trtllm._zero_bias("op", torch.device("cuda", 0), 16)
+        trtllm.zero_bias(torch.device("cuda", 0), 16)
     trtllm._zeros[torch.device("cuda", 0), 16] = kept = bf16(16)
-    assert trtllm._zero_bias("op", torch.device("cuda", 0), 16) is kept
+    assert trtllm.zero_bias(torch.device("cuda", 0), 16) is kept
 
 
 # -- operands ----------------------------------------------------------------------------------------------------------

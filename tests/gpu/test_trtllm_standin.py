@@ -38,7 +38,7 @@ def trtllm_ops() -> Iterator[None]:
 
 def chain_of(name: str) -> Chain:
     """The chain with TensorRT-LLM's ops; the machine code of the kernels behind them is given, as no library has it."""
-    from fusions.ops import native
+    from fusions.ops.native import code as native
 
     code = [native.cubin(kernel, native.DEPLOYED[kernel], "sm_90a") for kernel in native.KERNELS]
     chain = catalog.load(name, "trtllm")

@@ -6,12 +6,13 @@ import ctypes
 
 import torch
 
-from fusions.ops import arguments, native
-from fusions.ops.launch import launcher
-from fusions.ops.native import Behaviour
-from fusions.ops.tensor_map import tensor_map
+from fusions.ops import arguments
+from fusions.ops.native import code, parameters
+from fusions.ops.native.code import Behaviour
+from fusions.ops.native.launch import launcher
+from fusions.ops.native.tensor_map import tensor_map
 
-DEPLOYED = native.DEPLOYED["tinygemm2"]
+DEPLOYED = code.DEPLOYED["tinygemm2"]
 
 _THREADS, _FEATURES, _ROWS = 384, 16, 8
 _STAGE_BYTES = 4 * 64 * 2 * (_FEATURES + _ROWS)  # as in the source
@@ -28,7 +29,7 @@ class _Parameters(ctypes.Structure):
         ("rows", ctypes.c_int),
         ("width", ctypes.c_int),
         ("stages", ctypes.c_int),
-        *arguments.PDL_FIELDS,
+        *parameters.PDL_FIELDS,
     ]
 
 
@@ -78,8 +79,8 @@ def tinygemm2(
     if out is not None:
         arguments.check_out("tinygemm2", out, rows, features)
     x_stride, weight_stride = _row_stride("x", x), _row_stride("weight", weight)
-    arguments.check_pdl("tinygemm2", behaviour, delay_ns, stamps)
-    device = arguments.check_devices("tinygemm2", x, {"weight": weight, "bias": bias, "out": out, "stamps": stamps})
+    parameters.check_pdl("tinygemm2", behaviour, delay_ns, stamps)
+    device = parameters.check_devices("tinygemm2", x, {"weight": weight, "bias": bias, "out": out, "stamps": stamps})
     if out is None:
         out = x.new_empty((rows, features))
     if rows == 0:
@@ -99,7 +100,7 @@ def tinygemm2(
     fields.out_stride, fields.rows, fields.width, fields.stages = out.stride(0), rows, width, stages
     fields.delay_ns, fields.flag, fields.stamps = delay_ns, flag, None if stamps is None else stamps.data_ptr()
     launch(
-        (features // _FEATURES, (rows + _ROWS - 1) // _ROWS), _THREADS, shared, pdl, arguments.current_stream(device)
+        (features // _FEATURES, (rows + _ROWS - 1) // _ROWS), _THREADS, shared, pdl, parameters.current_stream(device)
     )
     return out
 
@@ -118,9 +119,6 @@ def _row_stride(name: str, tensor: torch.Tensor) -> int:
             f"pass {name}.contiguous()"
         )
     return stride
-
-
-tinygemm2.DEPLOYED = DEPLOYED  # type: ignore[attr-defined]  # `ops.tinygemm2` names the function, not this module
 
 
 def _ring(width: int, shared_limit: int) -> tuple[int, int]:

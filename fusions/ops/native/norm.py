@@ -7,11 +7,12 @@ import math
 
 import torch
 
-from fusions.ops import arguments, native
-from fusions.ops.launch import launcher
-from fusions.ops.native import Behaviour
+from fusions.ops import arguments
+from fusions.ops.native import code, parameters
+from fusions.ops.native.code import Behaviour
+from fusions.ops.native.launch import launcher
 
-DEPLOYED = native.DEPLOYED["rmsnorm"]
+DEPLOYED = code.DEPLOYED["rmsnorm"]
 
 
 class _Parameters(ctypes.Structure):
@@ -24,7 +25,7 @@ class _Parameters(ctypes.Structure):
         ("width", ctypes.c_int),
         ("vec", ctypes.c_int),
         ("eps", ctypes.c_float),
-        *arguments.PDL_FIELDS,
+        *parameters.PDL_FIELDS,
     ]
 
 
@@ -59,8 +60,8 @@ def rmsnorm(
     arguments.check_shape("rmsnorm", "weight", weight, (width,), "one gain a column of x")
     if out is not None:
         arguments.check_out("rmsnorm", out, rows, width)
-    arguments.check_pdl("rmsnorm", behaviour, delay_ns, stamps)
-    device = arguments.check_devices("rmsnorm", x, {"weight": weight, "out": out, "stamps": stamps})
+    parameters.check_pdl("rmsnorm", behaviour, delay_ns, stamps)
+    device = parameters.check_devices("rmsnorm", x, {"weight": weight, "out": out, "stamps": stamps})
     if out is None:
         out = x.new_empty((rows, width))
     if rows == 0:
@@ -79,8 +80,5 @@ def rmsnorm(
     fields.x_stride, fields.out_stride = x.stride(0), out.stride(0)
     fields.width, fields.vec, fields.eps = width, vec, eps
     fields.delay_ns, fields.flag, fields.stamps = delay_ns, flag, None if stamps is None else stamps.data_ptr()
-    launch((rows, 1), threads, 0, pdl, arguments.current_stream(device))
+    launch((rows, 1), threads, 0, pdl, parameters.current_stream(device))
     return out
-
-
-rmsnorm.DEPLOYED = DEPLOYED  # type: ignore[attr-defined]  # `ops.rmsnorm` names the function, not this module

@@ -7,8 +7,8 @@ import functools
 import threading
 from typing import Any
 
-from fusions.ops import native
-from fusions.ops.native import Behaviour
+from fusions.ops.native import code
+from fusions.ops.native.code import Behaviour
 
 
 class LaunchError(RuntimeError):
@@ -46,8 +46,8 @@ class Launcher:
                 f"{kernel} needs a GPU of compute capability 9.0 or higher for programmatic dependent launch; device "
                 f"{device} has {capability.major}.{capability.minor}"
             )
-        code = native.cubin(kernel, behaviour, f"sm_{capability.major}{capability.minor}a")
-        self._object = ObjectCode.from_cubin(code, name=kernel)  # keeps the kernel loaded
+        cubin = code.cubin(kernel, behaviour, f"sm_{capability.major}{capability.minor}a")
+        self._object = ObjectCode.from_cubin(cubin, name=kernel)  # keeps the kernel loaded
         self.handle = driver.CUkernel(int(self._object.get_kernel(kernel).handle))
         function = driver.CUfunction_attribute
         (opt_in,) = _done(

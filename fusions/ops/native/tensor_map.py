@@ -6,7 +6,7 @@ import ctypes
 import functools
 from typing import Any
 
-from fusions.ops.launch import LaunchError
+from fusions.ops.native.launch import LaunchError
 
 _BF16, _NO_INTERLEAVE, _SWIZZLE_128B, _PROMOTE_256B, _FILL_ZERO = 9, 0, 3, 3, 0  # values of the driver's enums
 BOX_COLUMNS = 64  # 128 bytes of BF16: the width of the swizzle
