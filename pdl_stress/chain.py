@@ -279,18 +279,24 @@ class Chain:
 
     @property
     def edges(self) -> list[tuple[str, str]]:
-        """Graph edges under test: each step with its successor in the stream."""
-        names = [step.name for step in self.steps]
-        return list(pairwise(names))
+        """Graph edges under test: each step that is launched with the PDL attribute, behind its predecessor in the
+        stream. The edge to one that is not is full: nothing overlaps there."""
+        return [(before.name, step.name) for before, step in pairwise(self.steps) if step.pdl]
 
     @property
     def data_edges(self) -> list[DataEdge]:
-        """Every writer -> reader pair of the chain, in reader order."""
+        """Every writer -> reader pair of the chain that PDL can break, in reader order.
+
+        Not behind a full edge: a step without the PDL attribute starts when all before it is complete, and what comes
+        behind it cannot start before it.
+        """
         steps = self.steps
         found: list[DataEdge] = []
         for index, reader in enumerate(steps):
             for operand, view in reader.reads():
                 for back in range(index - 1, -1, -1):
+                    if not steps[back + 1].pdl:
+                        break
                     writes = [w for _, w in steps[back].writes() if w.overlaps(view)]
                     if writes:
                         between = tuple(s.name for s in steps[back + 1 : index])

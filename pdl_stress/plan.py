@@ -168,7 +168,7 @@ def uncontrolled(chain: Chain, nodes: list[NodeResult]) -> dict[str, str]:
 def untested(chain: Chain, nodes: list[NodeResult]) -> list[str]:
     """What the census shows that no arm and no control of the chain could: each costs the PASS.
 
-    A step that launches nothing; a kernel that is launched to overlap and holds no wait, although its contract says
+    A step that launches nothing; one that is said to be launched without the PDL attribute, and has it; a kernel that is launched to overlap and holds no wait, although its contract says
     that it waits (the model, and every stand-in that takes its place, believe the contract); several kernels of one
     step that overlap (what they hand to each other is no data edge of the chain).
     """
@@ -179,6 +179,12 @@ def untested(chain: Chain, nodes: list[NodeResult]) -> list[str]:
         overlapping = [node for node in kernels if "programmatic" in node.incoming]
         if not kernels:
             found.append(f"{step.name} launches no kernel")
+        if not step.pdl and overlapping:
+            found.append(
+                f"{step.name} is declared with pdl=False, and {overlapping[0].name} is launched to overlap what comes "
+                "before it; declare it with pdl=True, and with a contract that says how it waits"
+            )
+            continue
         for node in overlapping:
             if step.contract.wait.holds_completion and node.waits == 0:
                 found.append(

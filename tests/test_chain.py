@@ -243,6 +243,23 @@ def test_graph_edges_are_neighbours_and_data_edges_follow_memory() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("plain", "edges", "data_edges"),
+    [
+        ("first", ["first-second", "second-third"], ["first-second", "first-third", "second-third"]),
+        ("second", ["producer-first", "second-third"], ["producer-first", "second-third"]),
+        ("third", ["producer-first", "first-second"], ["producer-first", "first-second"]),
+    ],
+)
+def test_nothing_is_under_test_behind_the_full_edge_to_a_step_without_pdl(
+    plain: str, edges: list[str], data_edges: list[str]
+) -> None:
+    chain = pipeline()
+    chain._steps = [replace(step, pdl=step.name != plain) for step in chain._steps]
+    assert ["-".join(edge) for edge in chain.edges] == edges
+    assert [f"{edge.writer}-{edge.reader}" for edge in chain.data_edges] == data_edges
+
+
 def test_data_edges_of_the_shipped_chains() -> None:
     def found(name: str) -> set[tuple[str, str, tuple[str, ...]]]:
         return {(edge.writer, edge.reader, edge.between) for edge in catalog.load(name).data_edges}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -424,6 +425,20 @@ def test_what_the_census_shows_and_nothing_tests_is_said(
     for chain in (catalog.load(FUSED), library(FUSED)):
         census = [*(n for n in found_in(chain) if n.step != "q_norm"), *nodes]
         assert untested(chain, census) == found
+
+
+def test_a_step_that_is_said_to_have_no_pdl_must_have_none() -> None:
+    chain = catalog.load(FUSED)
+    chain._steps = [replace(step, pdl=step.name != "projection") for step in chain._steps]
+    full, early = (found_in(chain), found_in(chain))
+    for node in full:
+        if node.step == "projection":
+            node.incoming = ["full"]
+    assert untested(chain, full) == []
+    assert untested(chain, early) == [
+        "projection is declared with pdl=False, and kernel of projection is launched to overlap what comes before it; declare it "
+        "with pdl=True, and with a contract that says how it waits"
+    ]
 
 
 def test_an_empty_census_shows_no_kernel_of_any_step() -> None:
