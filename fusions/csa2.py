@@ -48,6 +48,7 @@ class HiddenStateProjections(torch.nn.Module):
         wq_a, wkv: :class:`fusions.linear.LinearLike`.
         projection_mode: one of :data:`MODES`.
         max_tokens: the most tokens for which tinygemm2 is used.
+        fuse_one_token: one launch for one token; False: one for each part, as for more tokens (to compare the two).
         op: the tinygemm2 to use, if not the one that ``FUSIONS_TINYGEMM`` chooses.
         policy: on which GPUs, if not as ``FUSIONS_TINYGEMM_SM`` says (``*``, or such as ``90,107``).
         allow_foreign_views: fuse weights that are views of a larger storage of somebody else's.
@@ -66,6 +67,7 @@ class HiddenStateProjections(torch.nn.Module):
         *,
         projection_mode: str = "bf16",
         max_tokens: int = 8,
+        fuse_one_token: bool = True,
         op: TinyGemmOp | None = None,
         policy: str | None = None,
         allow_foreign_views: bool = False,
@@ -75,7 +77,12 @@ class HiddenStateProjections(torch.nn.Module):
             raise ValueError(f"projection_mode={projection_mode!r}: expected one of {', '.join(MODES)}")
         if max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens}: expected 1 or more; to turn tinygemm2 off set policy=''")
-        self.projection_mode, self.max_tokens, self.op = projection_mode, max_tokens, op
+        self.projection_mode, self.max_tokens, self.fuse_one_token, self.op = (
+            projection_mode,
+            max_tokens,
+            fuse_one_token,
+            op,
+        )
         self._policy = None if policy is None else Policy.parse(policy)
         limits = Limits((torch.bfloat16,), 8, 16, allow_foreign_views)
         self._parts = RowViews((("wq_a", wq_a), ("wkv", wkv)), limits)
@@ -223,9 +230,9 @@ class HiddenStateProjections(torch.nn.Module):
         op, why = self._no_op(hidden.device, k)
         if op is None:
             return linear, why, None
-        if tokens == 1:
+        if tokens == 1 and self.fuse_one_token:
             return Path.FUSED, "", op
-        if 2 <= tokens <= self.max_tokens:
+        if 1 <= tokens <= self.max_tokens:
             return Path.SEPARATE, "", op
         return linear, f"{tokens} tokens, not 1 to {self.max_tokens}", None
 
@@ -250,7 +257,7 @@ class HiddenStateProjections(torch.nn.Module):
         grad = torch.is_grad_enabled() and (hidden.requires_grad or _is_trained(q) or _is_trained(kv))
         if self._parts.weight is None or self.op is not None or grad or not few or hidden.dtype is not torch.bfloat16:
             return q(hidden), kv(hidden)
-        if hidden.shape[0] == 1:
+        if hidden.shape[0] == 1 and self.fuse_one_token:
             flat = torch.ops.fusions.row_projection(hidden, q.weight, kv.weight)
             columns = q.weight.shape[0]
             return flat[:columns].view(1, columns), flat[columns:].view(1, -1)

@@ -436,8 +436,8 @@ def test_a_step_that_is_said_to_have_no_pdl_must_have_none() -> None:
             node.incoming = ["full"]
     assert untested(chain, full) == []
     assert untested(chain, early) == [
-        "projection is declared with pdl=False, and kernel of projection is launched to overlap what comes before it; declare it "
-        "with pdl=True, and with a contract that says how it waits"
+        "projection is declared with pdl=False, and kernel of projection is launched to overlap what comes before it; "
+        "declare it with pdl=True, and with a contract that says how it waits"
     ]
 
 
