@@ -106,10 +106,7 @@ class HiddenStateProjections(torch.nn.Module):
             return False
         if self._parts.fuse():
             return False
-        fused = self._fused()
-        op, _ = choose(fused.device, fused.shape[1], self.op)
-        if op is not None:
-            op.prepare(fused.device, (fused.shape[0], *(linear.weight.shape[0] for linear in self._parts.linears)))
+        self._prepare()
         return True
 
     def transform_weights(self) -> bool:
@@ -123,7 +120,10 @@ class HiddenStateProjections(torch.nn.Module):
         Returns:
             Whether there is one.
         """
-        return not self._refusal() and self._parts.detect()
+        if self._refusal() or not self._parts.detect():
+            return False
+        self._prepare()  # a reader of shared weights never runs post_load_weights()
+        return True
 
     @property
     def is_fused(self) -> bool:
@@ -148,6 +148,12 @@ class HiddenStateProjections(torch.nn.Module):
         weight = self._parts.linears[0].weight
         return self._no_op(weight.device, weight.shape[1])[1]
 
+    def _prepare(self) -> None:
+        fused = self._fused()
+        op, _ = choose(fused.device, fused.shape[1], self.op)
+        if op is not None:
+            op.prepare(fused.device, (fused.shape[0], *(linear.weight.shape[0] for linear in self._parts.linears)))
+
     def _no_op(self, device: torch.device, k: int) -> tuple[TinyGemmOp | None, str]:
         policy = self._policy if self._policy is not None else Policy.current()
         why = policy.refusal(device)
@@ -167,7 +173,7 @@ class HiddenStateProjections(torch.nn.Module):
         of ``hidden`` where tinygemm2 runs, else what the Linears give. Never waits, and allocates the results only.
 
         Raises:
-            ValueError: ``hidden`` has another K than the weights.
+            ValueError: ``hidden`` has another K than the fused weights. The Linears raise what they raise.
         """
         if torch.compiler.is_compiling():
             return self._traced(hidden)
@@ -189,7 +195,9 @@ class HiddenStateProjections(torch.nn.Module):
         """The path that :meth:`project` takes for ``hidden``, and why: the first condition that does not hold, or the
         op that runs."""
         path, why, op = self._decide(hidden)
-        return path, f"{op.name} tinygemm2" if op is not None else why
+        if op is not None:
+            return path, f"{op.name} tinygemm2"
+        return path, why + self._why_not_fused() if why == self._parts.broken() else why
 
     def launches(self, hidden: torch.Tensor) -> tuple[Launch, ...]:
         """What :meth:`project` would hand to the op, in order; nothing on the Linear path."""
@@ -215,15 +223,14 @@ class HiddenStateProjections(torch.nn.Module):
             return linear, f"hidden is {hidden.dtype} {tuple(hidden.shape)}, not torch.bfloat16 [M, K]", None
         tokens, k = hidden.shape
         broken = parts.broken()
-        if broken:
-            weight = getattr(parts.linears[0], "weight", None)
-            self._check_k(k, weight)
-            return linear, f"{broken}{self._why_not_fused()}", None
+        if broken:  # K is the Linears' to check: a packed or quantized weight may have another second dimension
+            return linear, broken, None
         fused = self._fused()
         if fused.get_device() != hidden.get_device():
             return linear, f"hidden is on {hidden.device}, the weights are on {fused.device}", None
-        self._check_k(k, fused)
-        if not hidden.is_contiguous() or hidden.data_ptr() % _ALIGNMENT:
+        if fused.shape[1] != k:
+            raise ValueError(f"hidden has K = {k}, the weights have K = {fused.shape[1]}; pass hidden[M, K] of that K")
+        if not hidden.is_contiguous() or _misaligned(hidden):
             return linear, f"hidden is not dense, or not {_ALIGNMENT}-byte aligned", None
         if fused.data_ptr() % _ALIGNMENT:
             return linear, f"the weights are not {_ALIGNMENT}-byte aligned", None
@@ -235,10 +242,6 @@ class HiddenStateProjections(torch.nn.Module):
         if 1 <= tokens <= self.max_tokens:
             return Path.SEPARATE, "", op
         return linear, f"{tokens} tokens, not 1 to {self.max_tokens}", None
-
-    def _check_k(self, k: int, weight: Any) -> None:
-        if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.shape[1] != k:
-            raise ValueError(f"hidden has K = {k}, the weights have K = {weight.shape[1]}; pass hidden[M, K] of that K")
 
     def _why_not_fused(self) -> str:
         """For a report: what the next hook would say."""
@@ -264,6 +267,13 @@ class HiddenStateProjections(torch.nn.Module):
         return torch.ops.fusions.projection(hidden, q.weight), torch.ops.fusions.projection(hidden, kv.weight)
 
 
+def _misaligned(hidden: torch.Tensor) -> bool:
+    try:
+        return hidden.data_ptr() % _ALIGNMENT != 0
+    except RuntimeError:  # no memory of its own, as under vmap
+        return True
+
+
 def _is_trained(linear: Any) -> bool:
     return bool(getattr(getattr(linear, "weight", None), "requires_grad", False))
 
@@ -271,7 +281,7 @@ def _is_trained(linear: Any) -> bool:
 @torch.library.custom_op("fusions::projection", mutates_args=())
 def _projection(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``hidden weight^T`` through tinygemm2 where it can be, else as a Linear gives it."""
-    op = _op_for(hidden, weight)
+    op = choose(hidden.device, hidden.shape[1])[0] if _fits(hidden, weight) else None
     return op(hidden, weight) if op is not None else torch.nn.functional.linear(hidden, weight)
 
 
@@ -286,8 +296,9 @@ def _row_projection(hidden: torch.Tensor, wq_a: torch.Tensor, wkv: torch.Tensor)
     memory. One GEMM if the weights are rows of one tensor when it runs."""
     rows, k = wq_a.shape[0] + wkv.shape[0], hidden.shape[1]
     behind = wkv.data_ptr() - wq_a.data_ptr() == wq_a.numel() * wq_a.itemsize
-    if behind and wq_a.untyped_storage().data_ptr() == wkv.untyped_storage().data_ptr():
-        op = _op_for(hidden, wq_a)
+    one = behind and wq_a.untyped_storage().data_ptr() == wkv.untyped_storage().data_ptr()
+    if one and _fits(hidden, wq_a) and _fits(hidden, wkv):
+        op, _ = choose(hidden.device, k)
         if op is not None:
             return op(hidden, wq_a.as_strided((rows, k), (k, 1))).view(-1)
     return torch.cat([torch.nn.functional.linear(hidden, weight).view(-1) for weight in (wq_a, wkv)])
@@ -298,7 +309,9 @@ def _(hidden: torch.Tensor, wq_a: torch.Tensor, wkv: torch.Tensor) -> torch.Tens
     return hidden.new_empty(wq_a.shape[0] + wkv.shape[0])
 
 
-def _op_for(hidden: torch.Tensor, weight: torch.Tensor) -> TinyGemmOp | None:
-    if any(tensor.data_ptr() % _ALIGNMENT or not tensor.is_contiguous() for tensor in (hidden, weight)):
-        return None
-    return choose(hidden.device, hidden.shape[1])[0]
+def _fits(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether an op takes these. The weight may have been replaced since the fusion by one that no op takes."""
+    return (hidden.device, hidden.shape[1], weight.shape[0] % 16) == (weight.device, weight.shape[1], 0) and not any(
+        tensor.dtype is not torch.bfloat16 or not tensor.is_contiguous() or tensor.data_ptr() % _ALIGNMENT
+        for tensor in (hidden, weight)
+    )

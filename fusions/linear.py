@@ -51,6 +51,8 @@ def refusal(linear: Any) -> str:
         return "has a parametrized weight"
     if isinstance(linear, torch.nn.Linear) and type(linear).forward is not torch.nn.Linear.forward:
         return f"is a {type(linear).__name__} with a forward of its own"
+    if isinstance(linear, torch.nn.Module) and "forward" in vars(linear):  # patched on the instance, as by accelerate
+        return "has a patched forward, which a fused call would not run"
     return ""
 
 

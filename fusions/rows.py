@@ -86,9 +86,12 @@ class RowViews:
         if fused is None:
             return "not fused"
         address, dtype, shapes = fused.data_ptr(), fused.dtype, self._shapes
+        if not address:  # resized to nothing, as weights that are offloaded: every part would seem to be in place
+            return "the fused weight has no memory"
         for place, linear in enumerate(self.linears):
             try:
-                weight = linear.weight
+                registered = getattr(linear, "_parameters", None)  # nn.Module's own look-up takes half a microsecond
+                weight = linear.weight if registered is None else registered["weight"]
                 if (
                     weight.data_ptr() == address  # an address is one device's: the fused weight is alive
                     and weight.shape == shapes[place]
@@ -97,7 +100,7 @@ class RowViews:
                 ):
                     address += weight.nbytes
                     continue
-            except (AttributeError, RuntimeError):  # no tensor at all, or one without memory
+            except (AttributeError, KeyError, RuntimeError):  # no tensor at all, or one without memory
                 pass
             return f"{self.names[place]} is no longer a view of the fused weight"
         return ""
@@ -110,9 +113,10 @@ class RowViews:
         weight, rows = getattr(self.linears[self.names.index(name)], "weight", None), fused[self.rows(name)]
         return (
             isinstance(weight, torch.Tensor)
+            and _storage(weight) is not None
             and weight.data_ptr() == rows.data_ptr()
-            and (weight.shape, weight.stride(), weight.dtype) == (rows.shape, rows.stride(), rows.dtype)
-            and weight.device == rows.device
+            and (weight.shape, weight.dtype, weight.device) == (rows.shape, rows.dtype, rows.device)
+            and weight.is_contiguous()
         )
 
     def rows(self, name: str) -> slice:
@@ -138,9 +142,8 @@ class RowViews:
         if why:
             self.forget()
             return why
-        if not self.broken():
-            return ""
         if self.detect():
+            _wait(self.weight)  # for a reload through the views
             return ""
         parts = [linear.weight for linear in self.linears]
         first = parts[0]
@@ -153,8 +156,7 @@ class RowViews:
             for view, part in zip(views, parts, strict=True):
                 part.data = view
         self.weight, self._shapes, self._former = fused, tuple(part.shape for part in parts), None
-        if fused.is_cuda:  # a kernel that reads weights before its wait must not overtake the copies
-            torch.cuda.current_stream(fused.device).synchronize()
+        _wait(fused)
         return ""
 
     def detect(self) -> bool:
@@ -173,6 +175,7 @@ class RowViews:
         shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
         with torch.inference_mode(False), torch.no_grad():
             self.weight = parts[0].data.as_strided(shape, (shape[1], 1))
+        self._former = None
         return True
 
     def release(self) -> None:
@@ -182,10 +185,11 @@ class RowViews:
             RuntimeError: a CUDA graph is being captured.
         """
         refuse_capture("releasing a fused weight")
-        views = [name for name in self.names if self.intact(name)]
+        former = self.weight if self.weight is not None else self._former  # a refused fuse() forgot it, its views stay
+        ours = None if former is None else former.untyped_storage().data_ptr()
+        views = [linear.weight for linear in self.linears if ours and _storage(getattr(linear, "weight", None)) == ours]
         with torch.inference_mode(False), torch.no_grad():
-            for name in views:
-                part = self.linears[self.names.index(name)].weight
+            for part in views:
                 part.data = part.data.clone()
         self.forget()
 
@@ -194,7 +198,7 @@ class RowViews:
         former = self.weight if self.weight is not None else self._former
         self.weight, self._shapes, self._former = None, (), None
         if former is not None:
-            storages = [linear.weight.untyped_storage().data_ptr() for linear in self.linears if _has_memory(linear)]
+            storages = [_storage(getattr(linear, "weight", None)) for linear in self.linears]
             if former.untyped_storage().data_ptr() in storages:
                 self._former = former
 
@@ -203,7 +207,7 @@ class RowViews:
     def _tied(self, weights: list[torch.Tensor]) -> str:
         """A tie between parts is somebody's wish; fusing would undo it."""
         spans = sorted(
-            (weight.data_ptr(), weight.data_ptr() + weight.numel() * weight.itemsize, name)
+            (weight.data_ptr(), weight.data_ptr() + _extent(weight), name)
             for weight, name in zip(weights, self.names, strict=True)
         )
         for (_, end, before), (start, _, name) in pairwise(spans):
@@ -240,15 +244,32 @@ class RowViews:
         return True
 
 
-def _has_memory(linear: Any) -> bool:
-    weight = getattr(linear, "weight", None)
-    return isinstance(weight, torch.Tensor) and not weight.is_meta
+def _storage(weight: Any) -> int | None:
+    """The address of a tensor's storage, or ``None``: no tensor, or one that wraps others or is sparse."""
+    try:
+        return int(weight.untyped_storage().data_ptr()) if isinstance(weight, torch.Tensor) else None
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _extent(weight: torch.Tensor) -> int:
+    """Bytes from the first to the last element, gaps included."""
+    last = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True))
+    return (last + 1) * weight.itemsize
+
+
+def _wait(fused: torch.Tensor | None) -> None:
+    """A kernel that reads weights before its own wait must not overtake what writes them."""
+    if fused is not None and fused.is_cuda:
+        torch.cuda.current_stream(fused.device).synchronize()
 
 
 def _unfit(weight: torch.Tensor, limits: Limits) -> str:
     """Why a single weight cannot be rows of a fused one."""
     if weight.is_meta:
         return "is on the meta device"
+    if weight.layout is not torch.strided:
+        return f"has a weight of layout {weight.layout}"
     if weight.numel() == 0:
         return "has an empty weight"
     if weight.dim() != 2:

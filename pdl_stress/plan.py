@@ -168,10 +168,10 @@ def uncontrolled(chain: Chain, nodes: list[NodeResult]) -> dict[str, str]:
 def untested(chain: Chain, nodes: list[NodeResult]) -> list[str]:
     """What the census shows that no arm and no control of the chain could: each costs the PASS.
 
-    A step that launches nothing; one that is said to be launched without the PDL attribute, and has it; a kernel that is
-    launched to overlap and holds no wait, although its contract says that it waits (the model, and every stand-in that
-    takes its place, believe the contract); several kernels of one step that overlap (what they hand to each other is no
-    data edge of the chain).
+    A step that launches nothing; one that is said to be launched without the PDL attribute, and has it; a kernel that
+    is launched to overlap and holds no wait, although its contract says that it waits (the model, and every stand-in
+    that takes its place, believe the contract); several kernels of one step that overlap (what they hand to each other
+    is no data edge of the chain).
     """
     found = []
     for step in chain.steps:

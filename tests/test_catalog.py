@@ -12,7 +12,9 @@ from pdl_stress import Chain, UsageError, catalog
 from pdl_stress.catalog import ops
 
 
-@pytest.mark.parametrize(("op", "kernel"), [(ops.rmsnorm, "rmsnorm"), (ops.tinygemm2, "tinygemm2")])
+@pytest.mark.parametrize(
+    ("op", "kernel"), [(ops.rmsnorm, "rmsnorm"), (ops.layernorm, "layernorm"), (ops.tinygemm2, "tinygemm2")]
+)
 def test_the_declared_contract_is_the_deployed_behaviour(op: ops.Op, kernel: str) -> None:
     deployed = native.DEPLOYED[kernel]
     assert (str(op.deployed.wait), str(op.deployed.trigger), op.deployed.fence) == (
@@ -25,7 +27,7 @@ def test_the_declared_contract_is_the_deployed_behaviour(op: ops.Op, kernel: str
         assert op.deployed.is_independent("weight") is deployed.early_weights
 
 
-@pytest.mark.parametrize("op", [ops.rmsnorm, ops.tinygemm2], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [ops.rmsnorm, ops.layernorm, ops.tinygemm2], ids=lambda op: op.name)
 def test_every_declared_wait_compiles(op: ops.Op) -> None:
     for wait in op.waits:
         assert op.verify is not None

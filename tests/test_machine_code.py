@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 
 import pytest
 
-from fusions.ops.native import Behaviour
+from fusions.ops.native import Behaviour, gemm, norm
 from fusions.ops.native import code as native
 from pdl_stress.catalog import machine_code
 from pdl_stress.sass.cubin import instructions, text_sections
@@ -29,7 +28,7 @@ def variants(kernel, fences=(False, True), extras=(False,)):
 
 
 def test_the_variants_are_the_expected_number():
-    assert len(list(variants("rmsnorm"))) == 52
+    assert len(list(variants("rmsnorm"))) == len(list(variants("layernorm"))) == 52
     assert len(list(variants("tinygemm2"))) == 106
 
 
@@ -73,9 +72,11 @@ def test_variants_of_a_kernel_have_the_same_parameters(kernel):
         cubin = native.cubin(kernel, behaviour)
         layouts.add(parameter_layout(cubin, kernel))
     (layout,) = layouts
-    parameters = importlib.import_module(
-        {"rmsnorm": "fusions.ops.native.norm", "tinygemm2": "fusions.ops.native.gemm"}[kernel]
-    )._Parameters
+    parameters = {
+        "rmsnorm": norm.RmsnormParameters,
+        "layernorm": norm.LayernormParameters,
+        "tinygemm2": gemm._Parameters,
+    }[kernel]
     assert [size for _, _, size in layout] == [getattr(parameters, name).size for name, *_ in parameters._fields_]
 
 
@@ -143,6 +144,58 @@ def test_verify_looks_at_the_code_it_names(monkeypatch):
     monkeypatch.setattr(native, "cubin", lambda *_: bytes(cubin))
     with pytest.raises(machine_code.SassMismatch, match="waits is 0, expected 1"):
         machine_code.verify("rmsnorm", Behaviour("all"))
+
+
+# Marked points moved by a slip of the hand. The barrier's own place shows on a GPU only: offsets say nothing there.
+WAIT = "    wait_before_reads(warp, flag);\n"
+FIRST_READ = "    if (first < width) mine = load_vector(row + first, vec, wide_x);\n"
+GAIN = "        gain = load_vector(weight + first, vec, wide_weight);\n"
+FIRST_STORE = "    if (first < width) store_vector(out_row + first, result, vec, wide_out);\n"
+TRIGGER = "    trigger_after_stores();\n"
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "changes", "field"),
+    [
+        (Behaviour("all"), {WAIT: "", FIRST_READ: FIRST_READ + WAIT}, "loads_before_wait"),
+        (Behaviour("all"), {WAIT: ""}, "waits is 0, expected 1"),
+        (Behaviour("barrier"), {WAIT: "", FIRST_READ: FIRST_READ + WAIT}, "loads_before_wait"),
+        (Behaviour("all"), {TRIGGER: "", FIRST_STORE: TRIGGER + FIRST_STORE}, "stores_after_trigger"),
+        (Behaviour("all"), {TRIGGER: "", WAIT: TRIGGER + WAIT}, "triggers_before_wait"),
+        (Behaviour("all"), {TRIGGER: ""}, "triggers is 0, expected 1"),
+        (Behaviour("all", fence=True), {TRIGGER: ""}, "fences is 0"),
+        (
+            Behaviour("late"),
+            {WAIT: "    pdl_wait();\n", "    pdl_wait();\n    TRIGGER_AT(AFTER_WAIT);\n": ""},
+            "loads_before_wait is 0, expected 1 or more",
+        ),
+        (
+            Behaviour("all", "before_stores"),
+            {"    TRIGGER_AT(BEFORE_STORES);\n": "", FIRST_STORE: FIRST_STORE + "    TRIGGER_AT(BEFORE_STORES);\n"},
+            "stores_before_trigger",
+        ),
+        (
+            Behaviour("all", "entry"),
+            {"    TRIGGER_AT(ENTRY);\n": "", WAIT: WAIT + "    TRIGGER_AT(ENTRY);\n"},
+            "triggers_before_wait is 0",
+        ),
+        (
+            Behaviour("all", fence=True, delay=True),
+            {"    delay_point(delay_ns);\n": "    pdl_trigger();\n    delay_point(delay_ns);\n"},
+            "triggers is 2, expected 1",
+        ),
+    ],
+)
+def test_a_misplaced_point_of_the_layernorm_is_found(monkeypatch, behaviour, changes, field):
+    text = native.source("layernorm", behaviour)
+    body = text.index('extern "C"')
+    for old, new in changes.items():
+        assert text.count(old, body) == 1, old
+        text = text[:body] + text[body:].replace(old, new)
+    code = native.compiled(text, "layernorm", "sm_90a")
+    monkeypatch.setattr(native, "cubin", lambda *_: code)
+    with pytest.raises(machine_code.SassMismatch, match=field):
+        machine_code.verify("layernorm", behaviour)
 
 
 def test_what_is_no_cubin_is_refused():

@@ -109,7 +109,10 @@ class FlashInfer(_Adapter):
         if capability(device) not in self.CAPABILITIES:
             return f"does not support compute capability {_dotted(device)}"
         found = _flashinfer_refusal()
-        return str(found) if found else ""
+        if found:
+            return str(found)
+        forced = [name for name in flashinfer.TINYGEMM2_OTHERS if os.environ.get(name) == "1"]
+        return f"{forced[0]}=1 keeps it from choosing a kernel by itself" if forced else ""  # a call would raise that
 
     def _unfit(self, k: int) -> str:
         return f"K = {k} is no multiple of 8, or below 64" if k % 8 or k < 64 else ""

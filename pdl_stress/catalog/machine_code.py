@@ -92,7 +92,7 @@ def expected_census(kernel: str, behaviour: Behaviour) -> dict[str, range]:
     expected["fences"] = some if behaviour.fence else none
     expected["fences_before_trigger"] = some if behaviour.fence else many
 
-    if kernel == "rmsnorm" and behaviour.wait != "never":
+    if kernel != "tinygemm2" and behaviour.wait != "never":
         expected["loads_before_wait"] = some if behaviour.wait == "late" else none
         expected["loads_after_wait"] = some
     if kernel == "tinygemm2" and not behaviour.early_weights:
@@ -104,7 +104,7 @@ def _wait_sites(kernel: str, behaviour: Behaviour) -> int:
     """How many waits the source holds: one for x; two more where other warps wait for the weights and the bias."""
     if behaviour.wait == "never":
         return 0
-    if kernel == "rmsnorm" or behaviour.wait in ("barrier", "one_warp"):
+    if kernel != "tinygemm2" or behaviour.wait in ("barrier", "one_warp"):
         return 1
     early_all = behaviour.wait == "all" and behaviour.early_weights
     late_weights = behaviour.wait in ("loaders", "branch", "late") and not behaviour.early_weights

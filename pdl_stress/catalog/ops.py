@@ -21,6 +21,9 @@ RMSNORM_CONTRACT = KernelContract(
 )
 """Every thread waits before its first global read (of the gain too), and triggers after its stores."""
 
+LAYERNORM_CONTRACT = RMSNORM_CONTRACT.but(reads=("input", "weight", "bias"))
+"""RMSNorm's; the bias is read after the wait too."""
+
 TINYGEMM2_CONTRACT = KernelContract(
     reads=("input", "weight"),
     writes=("out",),
@@ -54,6 +57,17 @@ def _run_rmsnorm(
 
     behaviour = _behaviour("rmsnorm", contract, delay_ns, stamps)
     rmsnorm(input, weight, out=out, eps=eps, pdl=pdl, behaviour=behaviour, delay_ns=delay_ns or 0, stamps=stamps)
+
+
+def _run_layernorm(
+    *, input: Any, weight: Any, bias: Any, out: Any, pdl: bool, contract: KernelContract = LAYERNORM_CONTRACT,
+    delay_ns: int | None = None, stamps: Any = None, eps: float = 1e-6,
+) -> None:  # fmt: skip
+    from fusions.ops.native import layernorm
+
+    behaviour = _behaviour("layernorm", contract, delay_ns, stamps)
+    delay_ns = delay_ns or 0
+    layernorm(input, weight, bias, out=out, eps=eps, pdl=pdl, behaviour=behaviour, delay_ns=delay_ns, stamps=stamps)
 
 
 def _run_tinygemm2(
@@ -113,6 +127,18 @@ rmsnorm = Op(
     kernels=("rmsnorm",),
     verify=_verify("rmsnorm"),
     code=_native_code("rmsnorm"),
+)
+
+layernorm = Op(
+    "native layernorm",
+    LAYERNORM_CONTRACT,
+    _run_layernorm,
+    LAYERNORM_CONTRACT,
+    waits=COMMON_WAITS | {Wait.ALL},
+    ctas=_norm_ctas,
+    kernels=("layernorm",),
+    verify=_verify("layernorm"),
+    code=_native_code("layernorm"),
 )
 
 tinygemm2 = Op(

@@ -53,6 +53,8 @@ def test_contradicting_behaviours_are_refused(arguments, message):
         ("gemm", Behaviour("all"), "kernel 'gemm' is unknown"),
         ("rmsnorm", Behaviour("loaders"), "no loader threads"),
         ("rmsnorm", Behaviour("all", early_weights=False), "early_weights is for tinygemm2"),
+        ("layernorm", Behaviour("loaders"), "layernorm has no loader threads"),
+        ("layernorm", Behaviour("all", early_weights=False), "layernorm always reads its weight after the wait"),
     ],
 )
 def test_behaviours_that_a_kernel_cannot_have_are_refused(kernel, behaviour, message):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusions.ops.native import DEPLOYED, Behaviour, rmsnorm, tinygemm2
+from fusions.ops.native import DEPLOYED, Behaviour, layernorm, rmsnorm, tinygemm2
 
 BF16 = torch.bfloat16
 
@@ -45,6 +45,16 @@ RMSNORM = [
     ({}, "x is on cpu, expected a CUDA device"),
 ]
 
+LAYERNORM = [
+    *RMSNORM[:3],
+    ({"x": zeros(2, 0), "weight": zeros(0), "bias": zeros(0)}, "0 columns"),
+    *RMSNORM[4:],
+    ({"bias": zeros(64, dtype=torch.float32)}, "bias is torch.float32"),
+    ({"bias": zeros(1, 64)}, "bias has 2 dimensions"),
+    ({"bias": zeros(65)}, r"bias has shape \(65,\), expected \(64,\)"),
+    ({"bias": zeros(128)[::2]}, "last dimension of bias has stride 2"),
+]
+
 TINYGEMM2 = [
     ({"x": zeros(2, 128, dtype=torch.float32)}, "x is torch.float32"),
     ({"x": zeros(128)}, "x has 1 dimensions"),
@@ -80,6 +90,13 @@ def test_rmsnorm_refuses(changed, message):
         rmsnorm(**arguments)
 
 
+@pytest.mark.parametrize(("changed", "message"), LAYERNORM, ids=[message for _, message in LAYERNORM])
+def test_layernorm_refuses(changed, message):
+    arguments = {"x": zeros(2, 64), "weight": zeros(64), "bias": zeros(64)} | changed
+    with pytest.raises(ValueError, match=f"layernorm: .*{message}"):
+        layernorm(**arguments)
+
+
 @pytest.mark.parametrize(("changed", "message"), TINYGEMM2, ids=[message for _, message in TINYGEMM2])
 def test_tinygemm2_refuses(changed, message):
     arguments = {"x": aligned(2, 128), "weight": aligned(32, 128)} | changed
@@ -88,5 +105,5 @@ def test_tinygemm2_refuses(changed, message):
 
 
 def test_the_deployed_behaviours_are_at_hand():
-    assert Behaviour("all", "after_stores") == DEPLOYED["rmsnorm"]
+    assert Behaviour("all", "after_stores") == DEPLOYED["rmsnorm"] == DEPLOYED["layernorm"]
     assert Behaviour("loaders", "after_stores") == DEPLOYED["tinygemm2"]

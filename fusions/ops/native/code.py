@@ -16,9 +16,10 @@ from pathlib import Path
 
 WAITS = ("all", "loaders", "barrier", "one_warp", "branch", "late", "never")
 TRIGGERS = ("none", "entry", "after_wait", "before_stores", "after_stores")
-KERNELS = ("rmsnorm", "tinygemm2")
+KERNELS = ("rmsnorm", "layernorm", "tinygemm2")
 
 _SOURCES = Path(__file__).parent / "csrc"
+_NORMS = ("rmsnorm", "layernorm")
 _MAGIC = b"pdl-stress cubin 1\n"
 
 
@@ -37,7 +38,7 @@ class Behaviour:
     trigger: none, entry, after_wait (in the waiting threads), before_stores, or after_stores (all of the CTA's).
     fence: a device-scope fence directly before the trigger.
     early_weights: tinygemm2 fetches weights and bias before the wait (deployed); False: every thread that reads them is
-        ordered behind a wait too. rmsnorm always reads its weight after the wait.
+        ordered behind a wait too. The norms always read their weight, and bias, after the wait.
     delay: the delay point is compiled in: the storing threads pass `delay_ns` directly before their stores.
     stamps: time stamps are compiled in.
 
@@ -69,12 +70,13 @@ class Behaviour:
             )
 
 
-# As the kernels are used in a model. rmsnorm: every thread waits before its first read, x and weight alike. tinygemm2:
-# weights and bias are fetched before the wait, and the warps that load x wait. Both trigger once all stores of the CTA
+# As the kernels are used in a model. Norms: every thread waits before its first read, x and weight alike. tinygemm2:
+# weights and bias are fetched before the wait, and the warps that load x wait. All trigger once all stores of the CTA
 # are done: a consumer that wrongly does not wait then still finds the data, on the hardware seen so far. Triggering
 # behind the wait is as correct, and lets the next kernel fetch its weights earlier: 1.4 us a projection on an H200.
 DEPLOYED = {
     "rmsnorm": Behaviour(wait="all", trigger="after_stores"),
+    "layernorm": Behaviour(wait="all", trigger="after_stores"),
     "tinygemm2": Behaviour(wait="loaders", trigger="after_stores"),
 }
 
@@ -83,11 +85,11 @@ def validate(kernel: str, behaviour: Behaviour) -> None:
     """Raises ValueError where `kernel` is unknown or cannot have `behaviour`."""
     if kernel not in KERNELS:
         raise ValueError(f"kernel {kernel!r} is unknown; choose one of {', '.join(KERNELS)}")
-    if kernel == "rmsnorm" and behaviour.wait == "loaders":
-        raise ValueError("rmsnorm has no loader threads, every thread loads; choose wait='all' instead of 'loaders'")
-    if kernel == "rmsnorm" and not behaviour.early_weights:
+    if kernel in _NORMS and behaviour.wait == "loaders":
+        raise ValueError(f"{kernel} has no loader threads, every thread loads; choose wait='all' instead of 'loaders'")
+    if kernel in _NORMS and not behaviour.early_weights:
         raise ValueError(
-            "early_weights is for tinygemm2: rmsnorm always reads its weight after the wait; leave it True"
+            f"early_weights is for tinygemm2: {kernel} always reads its weight after the wait; leave it True"
         )
 
 
@@ -103,7 +105,8 @@ def source(kernel: str, behaviour: Behaviour) -> str:
         "STAMPS": int(behaviour.stamps),
     }
     defines = "".join(f"#define {name} {value}\n" for name, value in points.items())
-    return defines + _text("pdl.cuh") + _text(f"{kernel}.cu")
+    headers = ("pdl.cuh", "rows.cuh") if kernel in _NORMS else ("pdl.cuh",)
+    return defines + "".join(map(_text, (*headers, f"{kernel}.cu")))
 
 
 def cubin(kernel: str, behaviour: Behaviour, arch: str = "sm_90a") -> bytes:

@@ -3,29 +3,6 @@
 // Order of the sum, the same for every alignment and number of rows: thread t adds elements vec*t .. vec*t+vec-1 of each round with
 // FMAs; a butterfly over the warp's lanes (16, 8, 4, 2, 1); one butterfly over the warps' sums.
 
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
-    return value;
-}
-
-// `vec` BF16 numbers, as two 16-bit halves a word; the rest of the eight is zero. `wide`: vec == 8 and 16-byte aligned.
-__device__ __forceinline__ uint4 load_vector(const bf16* address, int vec, bool wide) {
-    if (wide) return load_16_bytes(address);
-    u32 v[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = j < vec ? load_2_bytes(address + j) : 0;
-    return make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
-}
-
-__device__ __forceinline__ void store_vector(bf16* address, uint4 v, int vec, bool wide) {
-    if (wide) return store_16_bytes(address, v);
-    const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int j = 0; j < 8; ++j)
-        if (j < vec) store_2_bytes(address + j, static_cast<bf16>(words[j / 2] >> (16 * (j & 1))));
-}
-
 __device__ __forceinline__ float add_squares(float sum, uint4 v) {
     const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -69,21 +46,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     const bool wide_weight = vec == 8 && (reinterpret_cast<u64>(weight) & 15) == 0;
     const bool wide_out = vec == 8 && (reinterpret_cast<u64>(out_row) & 15) == 0;
 
-#if WAIT == WAIT_ALL
-    pdl_wait();
-    TRIGGER_AT(AFTER_WAIT);
-#elif WAIT == WAIT_BARRIER || WAIT == WAIT_ONE_WARP
-    if (warp == 0) {
-        pdl_wait();
-        TRIGGER_AT(AFTER_WAIT);
-    }
-#if WAIT == WAIT_BARRIER
-    __syncthreads();
-#endif
-#elif WAIT == WAIT_BRANCH
-    if (flag) pdl_wait();
-    TRIGGER_AT(AFTER_WAIT);
-#endif
+    wait_before_reads(warp, flag);
 
     // The dependent reads. The first round (1024 * vec elements) stays in registers; wider rows are read once more below, which
     // in the late variant is behind the wait.
@@ -124,9 +87,6 @@ extern "C" __global__ void __launch_bounds__(1024)
         store_vector(out_row + at, result, vec, wide_out);
     }
     if (lane == 0) stamp(stamps, STAMP_LAST_STORE);
-#if TRIGGER == TRIGGER_AFTER_STORES
-    __syncthreads();  // one thread's trigger counts for the CTA: no thread triggers while another still stores
-    pdl_trigger();
-#endif
+    trigger_after_stores();
     if (lane == 0) stamp(stamps, STAMP_EXIT);
 }
