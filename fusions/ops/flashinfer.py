@@ -135,7 +135,7 @@ def tinygemm2(
     if x.shape[0]:
         chosen = _environment(dict.fromkeys(TINYGEMM2_OTHERS, "1")) if kernel == "reference" else nullcontext()
         with _device_of(x), _build_failures(op), chosen:
-            gemm.tinygemm_bf16(x, weight, out, bias=bias, use_pdl=pdl)
+            gemm.tinygemm_bf16(_dense_row(x), weight, _dense_row(out), bias=bias, use_pdl=pdl)
     return out
 
 
@@ -199,6 +199,14 @@ def _import(name: str) -> Any:
             raise Unavailable(str(refusal))
         _good[name] = module
     return module
+
+
+def _dense_row(tensor: torch.Tensor) -> torch.Tensor:
+    """A single row may have any stride and is dense all the same; FlashInfer's tensor maps go by the stride."""
+    columns = tensor.shape[1]
+    if tensor.shape[0] == 1 and tensor.stride(0) != columns:
+        return tensor.as_strided((1, columns), (columns, 1))
+    return tensor
 
 
 def _check_kernel(op: str, kernel: str) -> None:

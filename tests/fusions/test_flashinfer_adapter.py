@@ -114,6 +114,17 @@ def test_rmsnorm_passes_everything_on(install: Install, pdl: bool) -> None:
     assert (call["eps"], call["enable_pdl"]) == (0.25, pdl)
 
 
+def test_a_single_row_of_any_stride_is_given_as_the_dense_row_that_it_is(install: Install) -> None:
+    install()
+    given = gemm_operands(rows=1)
+    given["x"], given["out"] = given["x"].as_strided((1, 64), (3, 1)), given["out"].as_strided((1, 16), (32, 1))
+    assert flashinfer.tinygemm2(given["x"], given["weight"], out=given["out"]) is given["out"]
+    (call,) = sys.modules["flashinfer.gemm"].calls
+    for name, passed in (("x", call["input"]), ("out", call["out"])):
+        assert passed.stride() == (passed.shape[1], 1)
+        assert passed.data_ptr() == given[name].data_ptr()
+
+
 @pytest.mark.parametrize("pdl", [True, False])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_tinygemm2_passes_everything_on(install: Install, pdl: bool, with_bias: bool) -> None:

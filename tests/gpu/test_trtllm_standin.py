@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 def trtllm_ops() -> Iterator[None]:
     import torch
 
-    from fusions import ops
+    from fusions.ops import native as ops
 
     if hasattr(torch.ops.trtllm, "tinygemm2"):
         pytest.skip("a real TensorRT-LLM is loaded")
