@@ -25,7 +25,8 @@ from rich.table import Table
 from benchmarks.timing import Call, microseconds, read_bandwidth
 from fusions.csa2 import HiddenStateProjections
 from fusions.indexer import IndexerProjection
-from fusions.models import csa2_front, mla_front
+from fusions.libraries import Unavailable
+from fusions.models import Csa2Front, MlaConfig, MlaFront, decode_step_csa2, decode_step_mla, randomize
 from fusions.ops import OPS, flashinfer, native
 from fusions.qkv_a import FusedQkvA
 from pdl_stress.cuda.device import environment
@@ -50,7 +51,7 @@ Candidates = Iterator[tuple[str, Call]]
 
 
 def csa2_candidates(tokens: int) -> Candidates:
-    """Both projections of 5120 to 1280 and 512 columns. The first is the base of the ratios."""
+    """Both projections of 5120 to 1280 and 512 columns."""
     k, n_q, n_kv = CSA2
     x = hidden(tokens, k)
     pairs = [(linear(k, n_q), linear(k, n_kv)) for _ in range(SETS)]
@@ -82,7 +83,7 @@ def csa2_candidates(tokens: int) -> Candidates:
         flashinfer.available()
         kinds.append(("FlashInfer's choice", flashinfer.tinygemm2, {}))
         kinds.append(("FlashInfer reference", flashinfer.tinygemm2, {"kernel": "reference"}))
-    except flashinfer.Unavailable as error:
+    except Unavailable as error:
         print(f"FlashInfer is left out: {error}")
     for name, gemm, how in kinds:
         for pdl in (False, True):
@@ -130,7 +131,7 @@ def qkv_a_candidates(tokens: int) -> Candidates:
     x = hidden(tokens, k)
 
     def parts(preset: str) -> list[tuple[str, torch.nn.Linear, int]]:
-        single = {"wk_only": ("weights_proj",), "indexer_pair": ("wk", "weights_proj")}.get(preset, ())
+        single = {"nvfp4_all": (), "indexer_pair": ("wk", "weights_proj")}.get(preset, ("weights_proj",))
         return [
             (name, linear(k, count, torch.float32 if name in single else torch.bfloat16), count)
             for name, count in rows.items()
@@ -148,13 +149,33 @@ def qkv_a_candidates(tokens: int) -> Candidates:
 
 
 def step_candidates(batch: int) -> Candidates:
-    """A decode step of the model fronts: down-projections, norms, RoPE, and for MLA the indexer's scores and top-k."""
-    for name, fusion in (("MLA front, fusion off", None), *((f"MLA front, {preset}", preset) for preset in PRESETS)):
-        steps = [mla_front.decode_step(fusion, batch, 4096) for _ in range(4)]
-        yield name, lambda i, steps=steps: steps[i % len(steps)]()  # type: ignore[misc]
-    for name, on in (("CSA2 front, fusion off", False), ("CSA2 front, fusion on", True)):
-        steps = [csa2_front.decode_step(on, batch) for _ in range(8)]
-        yield name, lambda i, steps=steps: steps[i % len(steps)]()  # type: ignore[misc]
+    """A decode step of the model fronts: down-projections, norms, RoPE; for MLA also the indexer, over 4096 tokens.
+    Each preset has its own base, since its checkpoint has other dtypes."""
+    device = torch.device("cuda")
+
+    def mla(preset: str, fusion: str | None) -> Call:
+        steps = []
+        for seed in range(3):
+            front = MlaFront(MlaConfig().suiting(preset), fusion, device=device)
+            randomize(front, seed)
+            front.post_load_weights()
+            steps.append(decode_step_mla(front, batch, 4096))
+        return lambda i: steps[i % len(steps)]()
+
+    def csa2(fusion: bool) -> Call:
+        steps = []
+        for seed in range(8):
+            front = Csa2Front(fusion=fusion, policy="*", device=device)
+            randomize(front, seed)
+            front.post_load_weights()
+            steps.append(decode_step_csa2(front, batch))
+        return lambda i: steps[i % len(steps)]()
+
+    yield "CSA2 front, off", csa2(False)
+    yield "CSA2 front, on", csa2(True)
+    for preset in PRESETS:
+        yield f"MLA front, {preset}, off", mla(preset, None)
+        yield f"MLA front, {preset}, on", mla(preset, preset)
 
 
 SECTIONS: dict[str, tuple[str, Callable[[int], Candidates], tuple[int, ...], int]] = {
@@ -167,7 +188,8 @@ SECTIONS: dict[str, tuple[str, Callable[[int], Candidates], tuple[int, ...], int
 
 
 def measure(section: str, bandwidth: float) -> list[dict[str, Any]]:
-    """Rows of one section: ``tokens``, ``what``, ``us``, ``ratio`` to the first candidate, ``over_floor``."""
+    """Rows of one section: ``tokens``, ``what``, ``us``, ``over_floor``, and ``ratio`` to the base (the first one; of
+    steps, fusion off)."""
     _, candidates, sizes, size = SECTIONS[section]
     floor = size / bandwidth * 1e6
     rows: list[dict[str, Any]] = []
@@ -175,7 +197,8 @@ def measure(section: str, bandwidth: float) -> list[dict[str, Any]]:
         base = 0.0
         for what, call in candidates(tokens):
             time = microseconds(call, SETS)
-            base = base or time
+            if not base or what.endswith(", off"):
+                base = time
             rows.append({
                 "section": section, "tokens": tokens, "what": what, "us": time, "ratio": time / base,
                 "over_floor": time / floor if floor else None,
@@ -188,7 +211,7 @@ def show(section: str, rows: list[dict[str, Any]], bandwidth: float) -> None:
     title, _, _, size = SECTIONS[section]
     floor = f", floor {size / bandwidth * 1e6:.2f} us ({bandwidth / 1e12:.2f} TB/s)" if size else ""
     table = Table(title=f"{section}: {title}{floor}")
-    for column in ("tokens", "what", "us a call", "of the first", "x floor"):
+    for column in ("tokens", "what", "us a call", "of the base", "x floor"):
         table.add_column(column, justify="left" if column == "what" else "right")
     for r in rows:
         over = f"{r['over_floor']:.2f}" if r["over_floor"] else ""
