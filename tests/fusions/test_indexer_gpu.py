@@ -184,9 +184,7 @@ def test_bounds_of_the_fp32_weights(fused, count):
 
 @pytest.mark.parametrize("count", [1, 2, 8, 64, 300])
 @pytest.mark.parametrize("fused", [True, False])
-def test_bounds_of_the_bf16_weights(monkeypatch, fused, count):
-    # Partial sums may be rounded to BF16 otherwise: PyTorch's default, and its affair.
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+def test_bounds_of_the_bf16_weights(sums_in_fp32, fused, count):
     hidden = normal(count, H, seed=count, dtype=BF16)
     assert_within(made("bf16", fused=fused), hidden, 2.0**-17, rounded_weights=True)
     projection = made("bf16_fp32out", fused=fused)
