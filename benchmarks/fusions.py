@@ -226,6 +226,7 @@ def main() -> None:
     arguments = parser.parse_args()
     bandwidth = read_bandwidth()
     result: dict[str, Any] = {
+        "command": f"python -m benchmarks.fusions --only {' '.join(arguments.only)}",
         "environment": environment(machine="cuda"),
         "bandwidth": bandwidth,
         "sets": SETS,

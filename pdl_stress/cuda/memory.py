@@ -219,7 +219,8 @@ class Memory:
         """Tensors for the operands of ``step``. With ``ring_slot`` outputs live in that slot of the ring."""
         found = {}
         for name, view in step.operands.items():
-            key = (view, weight_set, ring_slot)  # a capture needs hundreds of views, the same ones every time
+            slot = None if view.buffer.role is Role.CONSTANT else ring_slot  # an op may keep what it made for a weight
+            key = (view, weight_set, slot)  # a capture needs hundreds of views, the same ones every time
             if key not in self._views:
                 self._views[key] = self._operand(view, weight_set, ring_slot)
             found[name] = self._views[key]

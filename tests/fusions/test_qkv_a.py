@@ -887,6 +887,20 @@ def test_only_dense_hidden_goes_to_the_op(deepseek, calls):
     check_path(deepseek, wide[:1, :7168], calls, 1)
 
 
+def test_only_an_aligned_dense_weight_of_the_same_device_goes_to_the_op(deepseek, calls):
+    assert deepseek.explain(torch.empty(1, 7168, dtype=BF16, device="meta"))[0] is Path.LINEAR
+    x, weight = integers(1, 7168), deepseek._views.weight
+    assert fused_a.refusal(x, weight) == ""
+    assert "dense" in fused_a.refusal(x, weight.t().contiguous().t())
+    parts = [("q_a", linear(1536, 7168), None), ("kv_a", linear(576, 7168), None)]
+    odd = torch.empty(2112 * 7168 + 1, dtype=BF16)[1:].view(2112, 7168)
+    for (_, part, _), into in zip(parts, (odd[:1536], odd[1536:]), strict=True):
+        part.weight.data = into.copy_(part.weight)
+    fused = FusedQkvA(parts)
+    assert fused.cache_derived_state()
+    check_path(fused, x, calls, 0)
+
+
 @pytest.mark.parametrize(("capability", "taken"), [(89, 0), (90, 1), (100, 1), (103, 1), (120, 0), (121, 0), (None, 0)])
 def test_on_gpus_that_have_it(capability, taken, deepseek, calls, monkeypatch):
     monkeypatch.setattr(fused_a, "_capability", lambda device: capability)
@@ -952,6 +966,16 @@ def test_dtypes_are_as_a_linear_wants_them(fuse):
     assert_right(attention)
     hidden = integers(2, K, dtype=FP32)
     assert_same(attention.fused.project(hidden), attention.expected(hidden))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_an_fp32_part_takes_16_bits_exactly(dtype):
+    others = {name: linear(ROWS[name], dtype=dtype) for name in NAMES[:3]}
+    attention = ready("wk_only", **others, weights_proj=linear(4, dtype=FP32))
+    hidden = (torch.rand(3, K) * 8).to(dtype)
+    out = attention.fused.project(hidden)["weights_proj"]
+    assert out.dtype is FP32
+    assert torch.equal(out, attention.part("weights_proj")(hidden.float()))
 
 
 @pytest.mark.parametrize("fuse", [False, True])
