@@ -73,7 +73,9 @@ class Control:
         """
         if not self.late_rows:
             return chain.varied(self.changes)
-        rows = chain.buffers[self.edge.buffer][: self.late_rows]
+        operand = chain[self.edge.reader].operands[self.edge.operand]
+        first = operand.box[0][0]
+        rows = operand.buffer[first : first + self.late_rows]
         late = source_step(LATE_WEIGHT, {"rows": rows}).varied(
             {**self.changes.get(LATE_WEIGHT, {}), "delay_us": self.delay_us}
         )
@@ -210,8 +212,8 @@ def attacked_edges(chain: Chain, fault: Fault) -> list[DataEdge]:
     edges = []
     for step in chain.steps:
         for name in step.contract.independent:
-            buffer = step.operands[name].buffer
-            if buffer.role is Role.CONSTANT and name in step.contract.reads and buffer.shape[0] >= LATE_ROWS:
+            view, buffer = step.operands[name], step.operands[name].buffer
+            if buffer.role is Role.CONSTANT and name in step.contract.reads and view.shape[0] >= LATE_ROWS:
                 edges.append(DataEdge(LATE_WEIGHT, step.name, buffer.name, name))
     return edges
 

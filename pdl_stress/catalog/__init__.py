@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 
 from ..chain import Chain
 from ..errors import UsageError
-from . import csa2
+from . import csa2, deepseek_v32
 from .ops import NATIVE, op_set
 
 ENTRY_POINTS = "pdl_stress.chains"
@@ -20,6 +20,9 @@ SHIPPED: dict[str, Callable[..., Chain]] = {
     "csa2-separate-m1": partial(csa2.separate, 1),
     "csa2-separate-m4": partial(csa2.separate, 4),
     "csa2-separate-m8": partial(csa2.separate, 8),
+    "indexer-tf32": partial(deepseek_v32.indexer, 4),
+    "qkv-a-m1": partial(deepseek_v32.qkv_a, 1),
+    "qkv-a-m8": partial(deepseek_v32.qkv_a, 8),
 }
 """Chains of this package, in the order in which they run. Each is built from an op set, ``ops``; default: native."""
 

@@ -2,7 +2,8 @@
 
 ``hidden`` (5120) is normalised, projected to ``q_a`` (1280) and ``kv`` (512), and each part is normalised again.
 *Fused* is one projection over the concatenated weight (one token); *separate* is one per part (1 to 8 tokens).
-Either takes its kernels from an op set.
+Either takes its kernels from an op set, and runs them as :class:`fusions.csa2.HiddenStateProjections` would: what it
+launches and from which rows of its one weight.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from ..chain import Chain
 from ..op import Op
 from .ops import NATIVE, OpSet
+from .projections import projected
 
 HIDDEN, N_Q, N_KV = 5120, 1280, 512
 EPS = 1e-6
@@ -55,7 +57,8 @@ def fused(tokens: int = 1, ops: OpSet = NATIVE) -> Chain:
     q, kv = chain.buffer("q", (tokens, N_Q), "bfloat16"), chain.buffer("kv", (tokens, N_KV), "bfloat16")
     _norm(chain, ops.rmsnorm, "input_norm", hidden, HIDDEN, x)
     weight = chain.constant("wqkv", (N_Q + N_KV, HIDDEN), "bfloat16", projection_weight(N_Q + N_KV))
-    chain.step("projection", ops.projection(N_Q + N_KV), input=x, weight=weight, out=qkv)
+    both = projected(ops.projection(N_Q + N_KV), "wq_a and wkv", N_Q)
+    chain.step("projection", both, input=x, weight=weight, out=qkv)
     _norm(chain, ops.rmsnorm, "q_norm", qkv[:, :N_Q], N_Q, q)
     _norm(chain, ops.rmsnorm, "kv_norm", qkv[:, N_Q:], N_KV, kv)
     return chain
@@ -69,10 +72,10 @@ def separate(tokens: int, ops: OpSet = NATIVE) -> Chain:
     q_a, kv_a = chain.buffer("q_a", (tokens, N_Q), "bfloat16"), chain.buffer("kv_a", (tokens, N_KV), "bfloat16")
     q, kv = chain.buffer("q", (tokens, N_Q), "bfloat16"), chain.buffer("kv", (tokens, N_KV), "bfloat16")
     _norm(chain, ops.rmsnorm, "input_norm", hidden, HIDDEN, x)
-    wq_a = chain.constant("wq_a", (N_Q, HIDDEN), "bfloat16", projection_weight(N_Q))
-    wkv = chain.constant("wkv", (N_KV, HIDDEN), "bfloat16", projection_weight(N_KV))
-    chain.step("q_projection", ops.projection(N_Q), input=x, weight=wq_a, out=q_a)
-    chain.step("kv_projection", ops.projection(N_KV), input=x, weight=wkv, out=kv_a)
+    weight = chain.constant("wqkv", (N_Q + N_KV, HIDDEN), "bfloat16", projection_weight(N_Q + N_KV))
+    wq_a, wkv = (projected(ops.projection(n), name, N_Q, False) for n, name in ((N_Q, "wq_a"), (N_KV, "wkv")))
+    chain.step("q_projection", wq_a, input=x, weight=weight[:N_Q], out=q_a)
+    chain.step("kv_projection", wkv, input=x, weight=weight[N_Q:], out=kv_a)
     _norm(chain, ops.rmsnorm, "q_norm", q_a, N_Q, q)
     _norm(chain, ops.rmsnorm, "kv_norm", kv_a, N_KV, kv)
     return chain

@@ -106,4 +106,4 @@ def test_tinygemm2_refuses(changed, message):
 
 def test_the_deployed_behaviours_are_at_hand():
     assert Behaviour("all", "after_stores") == DEPLOYED["rmsnorm"] == DEPLOYED["layernorm"]
-    assert Behaviour("loaders", "after_stores") == DEPLOYED["tinygemm2"]
+    assert Behaviour("loaders", "after_wait") == DEPLOYED["tinygemm2"]
