@@ -273,7 +273,7 @@ class FusedQkvA(torch.nn.Module):
                 lost = "; ".join(filter(None, (lost, f"being trained: {', '.join(trained)}")))
         if len(joined) < 2:
             return Path.SEPARATE, lost, ()
-        why = "no tokens" if hidden.numel() == 0 else fused_a.refusal(hidden, views.weight)
+        why = fused_a.refusal(hidden, views.weight)
         path = Path.LINEAR if why else Path.MIN_LATENCY
         return path, "; ".join(filter(None, (why, lost))), joined
 
