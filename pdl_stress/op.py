@@ -81,6 +81,8 @@ class Op:
             UnsupportedVariant: the op cannot be rebuilt, or not that way.
         """
         contract = self.contract.but(**changes)
+        if contract.wait is Wait.NEVER and contract.trigger is Trigger.AFTER_WAIT:
+            contract = contract.but(trigger=Trigger.ENTRY)  # without the wait, nothing is before the trigger
         if contract == self.contract:
             return self
         if not self.rebuildable:

@@ -160,7 +160,7 @@ def run(*names: str, twist: Callable[[Job, Any], Any] = lambda job, answer: answ
 # --- jobs ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", catalog.SHIPPED)
+@pytest.mark.parametrize("name", catalog.CSA2)
 @pytest.mark.parametrize("delays", [DELAYS_US, ALL_DELAYS_US])
 def test_the_arms_are_six_plain_ones_and_every_step_delayed_by_every_window(
     name: str, delays: tuple[float, ...]
@@ -227,7 +227,7 @@ def test_a_reader_behind_a_stand_in_gets_an_arm_of_its_own(library: Library) -> 
         assert [name for name, _ in delayed_variants(mixed, mixed["input_norm"], 2.0)] == names
 
 
-@pytest.mark.parametrize("name", catalog.SHIPPED)
+@pytest.mark.parametrize("name", catalog.CSA2)
 def test_the_late_arms_of_a_step_have_each_of_its_data_edges_whole(name: str, library: Library) -> None:
     native = catalog.load(name)
     for chain in (native, library(name), *(library(name, only=(step.name,)) for step in native.steps[1:])):
@@ -244,7 +244,7 @@ def test_the_late_arms_of_a_step_have_each_of_its_data_edges_whole(name: str, li
             assert opened == edges
 
 
-@pytest.mark.parametrize("name", catalog.SHIPPED)
+@pytest.mark.parametrize("name", catalog.CSA2)
 def test_no_clean_arm_is_disordered(name: str, library: Library) -> None:
     """A perturbation changes timing and nothing else; nor does a stand-in."""
     for chain in (catalog.load(name), library(name)):
@@ -284,7 +284,7 @@ def test_a_step_that_cannot_be_rebuilt_gives_way_to_a_stand_in_where_it_must_be_
     assert (case.verdict, case.reasons) == (Outcome.PASS, [])
 
 
-@pytest.mark.parametrize("name", catalog.SHIPPED)
+@pytest.mark.parametrize("name", catalog.CSA2)
 def test_arms_of_library_kernels_release_early_what_they_cannot_delay(name: str, library: Library) -> None:
     chain = library(name)
     jobs, native = plan_arms(chain, 7, DELAYS_US), plan_arms(catalog.load(name), 7, DELAYS_US)
@@ -308,9 +308,9 @@ def test_arms_of_library_kernels_release_early_what_they_cannot_delay(name: str,
 
 
 def test_a_healthy_gpu_passes_every_shipped_chain() -> None:
-    cases, fake = run(*catalog.SHIPPED)
+    cases, fake = run(*catalog.CSA2)
     assert {case.chain: (case.verdict, case.reasons) for case in cases} == {
-        name: (Outcome.PASS, []) for name in catalog.SHIPPED
+        name: (Outcome.PASS, []) for name in catalog.CSA2
     }
     for case in cases:
         chain = catalog.load(case.chain)
@@ -849,7 +849,7 @@ def test_twins_of_a_residual_chain_may_kill_and_it_passes(residual_chain: Chain)
 # --- chains of kernels that cannot be rebuilt ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", catalog.SHIPPED)
+@pytest.mark.parametrize("name", catalog.CSA2)
 @pytest.mark.parametrize("waits", [1, 3])
 def test_a_healthy_gpu_passes_every_chain_of_library_kernels(name: str, waits: int, library: Library) -> None:
     chain = library(name)
@@ -905,7 +905,7 @@ def test_one_kernel_without_code_costs_the_pass_and_the_others_keep_their_contro
     assert {c.reader for c in case.controls if c.verdict == "caught"} >= {"input_norm", "projection", "kv_norm"}
 
 
-@pytest.mark.parametrize("name", catalog.SHIPPED)
+@pytest.mark.parametrize("name", catalog.CSA2)
 def test_a_census_without_machine_code_is_no_matter_to_kernels_that_are_rebuilt(name: str) -> None:
     chain = catalog.load(name)
     fake = Fake(chain, waits=None)
@@ -1154,7 +1154,7 @@ def test_a_fault_planted_in_a_library_kernel_runs_alone(library: Library) -> Non
     assert [job.variant(chain)["q_norm"].patch for job in fake.jobs if isinstance(job, ArmJob)] == [Patch(None)] * 2
 
 
-@pytest.mark.parametrize("name", catalog.SHIPPED)
+@pytest.mark.parametrize("name", catalog.CSA2)
 def test_the_model_judges_library_kernels_by_their_contracts_as_native_ones(name: str, library: Library) -> None:
     (native,), (fixed,) = run_on_model([catalog.load(name)], Plan()), run_on_model([library(name)], Plan())
     assert fixed.verdict is Outcome.ORDERED

@@ -42,7 +42,7 @@ def test_clean_runs(name: str) -> None:
     check_origin(run)
     assert run.verdict is Outcome.PASS
     if name.startswith("csa2"):
-        assert [case.chain for case in run.cases] == list(catalog.SHIPPED)
+        assert [case.chain for case in run.cases] == list(catalog.CSA2)
     for case in run.cases:
         assert case.mismatches == 0
         assert all(arm.replays >= 20_000 and arm.counters_agree for arm in case.arms)

@@ -154,7 +154,7 @@ def test_choosing_ops_and_building_chains_loads_no_library() -> None:
 # -- chains ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", catalog.SHIPPED)
+@pytest.mark.parametrize("name", catalog.CSA2)
 def test_a_chain_is_the_same_but_for_its_ops(name: str) -> None:
     native, mixed = catalog.load(name), catalog.load(name, MIX)
     assert catalog.load(name, "auto").fingerprint == native.fingerprint != mixed.fingerprint
@@ -177,7 +177,7 @@ def test_a_chain_is_the_same_but_for_its_ops(name: str) -> None:
 def test_a_loader_can_be_sent_to_a_child_process() -> None:
     loader = catalog.Loader("flashinfer")
     there = pickle.loads(pickle.dumps(loader))
-    for name in catalog.SHIPPED:
+    for name in catalog.CSA2:
         assert there(name).fingerprint == catalog.load(name, "flashinfer").fingerprint
     assert catalog.Loader()("csa2-fused-m1").fingerprint == catalog.load("csa2-fused-m1").fingerprint
 
@@ -253,12 +253,12 @@ def stored(folder: Path) -> dict[str, Any]:
 )
 def test_every_choice_is_ordered_by_its_contracts(run: Cli, tmp_path: Path, spec: str, used: str) -> None:
     """No library is installed for this: no kernel runs."""
-    code, out, err = run("run", "--machine", "model", "--ops", spec, "--out", "here")
+    code, out, err = run("run", *catalog.CSA2, "--machine", "model", "--ops", spec, "--out", "here")
     assert (code, err) == (0, "")
     assert "verdict: ORDERED" in out
     found = stored(tmp_path / "here")
     assert f"--ops {spec}" in found["command"]
-    assert [case["chain"] for case in found["cases"]] == list(catalog.SHIPPED)
+    assert [case["chain"] for case in found["cases"]] == list(catalog.CSA2)
     for case in found["cases"]:
         narrow = ", FlashInfer tinygemm2" if "(wide)" in used and "separate" in case["chain"] else ""
         assert (case["verdict"], case["ops"], case["reasons"]) == ("ORDERED", used + narrow, [])

@@ -148,7 +148,7 @@ def all_jobs(chain: Chain, plan: Plan) -> list[Job]:
     return [*clean_jobs(chain, plan), *exposure_jobs(chain, plan), *control_jobs(chain, plan)]
 
 
-@pytest.mark.parametrize("name", catalog.SHIPPED)
+@pytest.mark.parametrize("name", catalog.CSA2)
 def test_every_job_names_the_chain_that_was_judged(name: str) -> None:
     chain = catalog.load(name)
     jobs = [*all_jobs(chain, Plan()), *all_jobs(chain, Plan(planted="F01@q_norm"))]
@@ -156,7 +156,7 @@ def test_every_job_names_the_chain_that_was_judged(name: str) -> None:
     assert {(job.chain, job.fingerprint) for job in jobs} == {(name, chain.fingerprint)}
 
 
-@pytest.mark.parametrize("name", catalog.SHIPPED)
+@pytest.mark.parametrize("name", catalog.CSA2)
 def test_no_job_is_planned_twice(name: str) -> None:
     """Duplicates would make up for answers that got lost."""
     chain, plan = (
@@ -217,7 +217,7 @@ def test_jobs_travel_between_processes(library: Library) -> None:
 # --- chains of kernels that cannot be rebuilt ------------------------------------------------------------------------
 
 FUSED = "csa2-fused-m1"
-NAMES = list(catalog.SHIPPED)
+NAMES = list(catalog.CSA2)
 
 
 def node(

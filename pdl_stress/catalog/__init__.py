@@ -27,6 +27,10 @@ SHIPPED: dict[str, Callable[..., Chain]] = {
 """Chains of this package, in the order in which they run. Each is built from an op set, ``ops``; default: native."""
 
 
+CSA2 = tuple(name for name in SHIPPED if name.startswith("csa2-"))
+"""Those whose every step is launched with the PDL attribute, and can be had from every op set."""
+
+
 @cache
 def names() -> tuple[str, ...]:
     """Names of all chains, shipped first, then those of installed entry points."""

@@ -31,8 +31,8 @@ TINYGEMM2_CONTRACT = KernelContract(
     wait=Wait.LOADERS,
     trigger=Trigger.AFTER_WAIT,
 )
-"""Weights are fetched before the wait. Only the activation loaders wait; all else is ordered behind their mbarrier. They
-trigger directly after: consumers wait anyway (R1, R2), and their start is hidden behind the product."""
+"""Weights are fetched before the wait. Only the activation loaders wait; all else is ordered behind their mbarrier.
+They trigger directly after: consumers wait anyway (R1, R2), and their start is hidden behind the product."""
 
 COMMON_WAITS = frozenset({Wait.BARRIER, Wait.ONE_WARP, Wait.BRANCH, Wait.LATE, Wait.NEVER})
 
