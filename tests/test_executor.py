@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +16,7 @@ from pdl_stress import Chain, KernelContract, Op, PdlStressError, Trigger, Wait
 from pdl_stress.chain import DataEdge, Patch
 from pdl_stress.cuda import executor as module
 from pdl_stress.cuda.bench import Counts
+from pdl_stress.cuda.captured import Captured
 from pdl_stress.cuda.executor import Executor
 from pdl_stress.faults import RELOADED, Control
 from pdl_stress.jobs import (
@@ -437,6 +438,13 @@ def test_the_edge_behind_a_step_is_asked_for_by_its_name(monkeypatch: pytest.Mon
         ("first", "last", "full"),
         ("last", "producer", "port 1->0 type 7"),
     ]
+
+
+def test_the_edge_around_leads_from_the_last_step_to_the_first_whichever_are_under_test() -> None:
+    made = chain()
+    made._steps[-1] = replace(made._steps[-1], pdl=False)
+    found = module._edges(cast(Captured, FakeCaptured(made, back_to_back=True)))
+    assert [(e.source, e.target) for e in found] == [("producer", "first"), ("last", "producer")]
 
 
 # --- kernels that cannot be rebuilt --------------------------------------------------------------------------------

@@ -181,7 +181,8 @@ def _edges(captured: Captured) -> list[EdgeResult]:
     """The kinds of the graph edges under test, as captured; several kinds in different replays are joined by '/'."""
     pairs = list(captured.chain.edges)
     if captured.back_to_back:
-        pairs.append((pairs[-1][1], pairs[0][0]))
+        steps = captured.chain.steps
+        pairs.append((steps[-1].name, steps[0].name))
     found = []
     for source, target in pairs:
         kinds = sorted({edge.kind for edge in captured.after(source)}) or ["missing"]
