@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import timeit
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,14 @@ def csa2_candidates(tokens: int) -> Candidates:
     early = native.Behaviour("loaders", "after_wait")
     yield "one tinygemm2, native, PDL, trigger after its wait", one(native.tinygemm2, behaviour=early)
     yield "HiddenStateProjections.project", lambda i: fronts[i].project(x)
+
+
+def alias_check() -> float:
+    """Microseconds on the host that a call takes to see that both weights still are rows of one."""
+    k, n_q, n_kv = CSA2
+    front = HiddenStateProjections(linear(k, n_q), linear(k, n_kv), policy="*", op=OPS["native"])
+    front.post_load_weights()
+    return min(timeit.repeat(lambda: front.is_fused, number=10_000)) / 10_000 * 1e6
 
 
 def indexer_candidates(tokens: int) -> Candidates:
@@ -230,6 +239,7 @@ def main() -> None:
         "environment": environment(machine="cuda"),
         "bandwidth": bandwidth,
         "sets": SETS,
+        "alias_check_us": alias_check(),
         "rows": [],
     }
     for section in arguments.only:

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from fusions.csa2 import HiddenStateProjections as HiddenStateProjections
     from fusions.indexer import IndexerProjection as IndexerProjection
     from fusions.qkv_a import FusedQkvA as FusedQkvA
+    from fusions.qkv_a import split_mla as split_mla
 
-_HOMES = {"HiddenStateProjections": "csa2", "IndexerProjection": "indexer", "FusedQkvA": "qkv_a"}
+_HOMES = {"HiddenStateProjections": "csa2", "IndexerProjection": "indexer", "FusedQkvA": "qkv_a", "split_mla": "qkv_a"}
 
-__all__ = ["FusedQkvA", "HiddenStateProjections", "IndexerProjection"]
+__all__ = ["FusedQkvA", "HiddenStateProjections", "IndexerProjection", "split_mla"]
 
 
 def __getattr__(name: str) -> Any:

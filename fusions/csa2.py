@@ -41,7 +41,9 @@ class Launch:
 class HiddenStateProjections(torch.nn.Module):
     """``(hidden Wq^T, hidden Wkv^T)`` for ``hidden[M, K]``: K = 5120, 1280 and 512 columns in DeepSeek-V4.1.
 
-    The two modules stay where they are: they are not registered here, and ``state_dict`` does not change. Their owner
+    The two modules stay where they are: they are not registered here, and ``state_dict`` does not change. An owner that
+    puts another module in one's place makes a new ``HiddenStateProjections``; a bias or hook on the one that is here is
+    seen at once, LoRA and quantization by the next hook. Their owner
     loads the weights, then calls :meth:`post_load_weights` (a walk over ``modules()`` finds it).
 
     Args:

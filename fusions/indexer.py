@@ -52,7 +52,7 @@ class IndexerProjection(torch.nn.Module):
         compute: ``tf32``: FP32 weights, TF32 tensor cores on CUDA from compute capability 8.0, else FP32. ``fp32``:
             never TF32. ``bf16``: weights in the model's type, a plain GEMM of that type; here fusing saves a GEMM and
             costs a copy. ``bf16_fp32out``: BF16 weights, a BF16 GEMM whose results are not rounded; wants a checkpoint
-            that BF16 holds exactly.
+            that BF16 holds exactly. Default: ``tf32``, or ``bf16`` if ``TRTLLM_DSA_INDEXER_BF16=1`` now.
         storage: ``alias``: both Parameters become row views of one tensor (:class:`fusions.rows.RowViews`). ``copy``:
             they stay as they are beside a joined copy (:class:`fusions.row_copy.RowCopy`, with what it cannot see); not
             used under torch.compile, where they are two GEMMs.
@@ -64,14 +64,14 @@ class IndexerProjection(torch.nn.Module):
         ValueError: an unknown ``compute`` or ``storage``.
     """
 
-    def __init__(self, wk: Any, weights_proj: Any, *, compute: str = "tf32", storage: str = "alias") -> None:
+    def __init__(self, wk: Any, weights_proj: Any, *, compute: str | None = None, storage: str = "alias") -> None:
         super().__init__()
+        if compute is None:
+            compute = "bf16" if os.environ.get(BF16_SWITCH) == "1" else "tf32"
         if compute not in COMPUTES:
             raise ValueError(f"compute={compute!r}: expected one of {', '.join(COMPUTES)}")
         if storage not in STORAGES:
             raise ValueError(f"storage={storage!r}: expected one of {', '.join(STORAGES)}")
-        if compute == "tf32" and os.environ.get(BF16_SWITCH) == "1":
-            compute = "bf16"
         self.compute, self.storage = compute, storage
         parts = (("wk", wk), ("weights_proj", weights_proj))
         # A plain object, so that the two modules are not registered as children.
@@ -144,7 +144,7 @@ class IndexerProjection(torch.nn.Module):
             if not allow_partial_loading and stored.missing():
                 raise ValueError(
                     f"{prefix}{name}.{stored.missing()} is missing; pass it in the same call, or in any later one with "
-                    "allow_partial_loading=True"
+                    "allow_partial_loading=True; or pass prefix=, if the checkpoint's names begin otherwise"
                 )
             if stored.tensors:
                 target = _target(name, module)
@@ -152,14 +152,15 @@ class IndexerProjection(torch.nn.Module):
                 if not stored.missing():
                     ready[name] = target, self._decoded(f"{prefix}{name}", stored, target)
         waiting = loaded.without(list(ready))
-        with torch.no_grad():
+        with torch.inference_mode():  # may write weights made under it, and all others
             for target, value in ready.values():
                 target.copy_(value)
         self._loaded = waiting
         return taken
 
     def finish_loading(self) -> None:
-        """Raises ValueError if :meth:`load_weights` has got one half of a weight only, and names the other."""
+        """Raises ValueError if :meth:`load_weights` has got one half of a weight only, and names the other. A weight of
+        which nothing came is as it was: with partial loading it need not come, so look at what was taken."""
         missing = self._loaded.unfinished()
         if missing:
             raise ValueError(
@@ -278,8 +279,10 @@ class IndexerProjection(torch.nn.Module):
     def _route(self, hidden: torch.Tensor) -> tuple[Path, str]:
         broken = self._rows.broken()
         if not broken:
-            if torch.is_grad_enabled() and any(part.weight.requires_grad for part in self._rows.linears):
-                return Path.SEPARATE, "the weights are being trained"
+            trained = any(part.weight.requires_grad for part in self._rows.linears)
+            if torch.is_grad_enabled() and (hidden.requires_grad or trained):
+                # torch must see a Parameter that is written between forward and backward.
+                return Path.SEPARATE, "a gradient is needed"
             return Path.FUSED, ""
         own = self._own_forward()
         if own:

@@ -246,6 +246,10 @@ class FusedQkvA(torch.nn.Module):
             results[name] = self._apart(name, hidden)
         return {name: _dense(results[name]) if dense else results[name] for name in self._linears if name in results}
 
+    def forward(self, hidden: torch.Tensor, *, indexer: bool = True, dense: bool = False) -> dict[str, torch.Tensor]:
+        """:meth:`project`."""
+        return self.project(hidden, indexer=indexer, dense=dense)
+
     def explain(self, hidden: torch.Tensor) -> tuple[Path, str]:
         """The path that :meth:`project` takes for ``hidden``, and why not a faster one; for a fused path also which
         parts it leaves out."""
@@ -261,6 +265,9 @@ class FusedQkvA(torch.nn.Module):
             return Path.SEPARATE, self._why_not_fused(), ()
         if not isinstance(hidden, torch.Tensor):
             return Path.SEPARATE, f"hidden is a {type(hidden).__name__}", ()
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            # torch must see a Parameter that is written between forward and backward.
+            return Path.SEPARATE, "a gradient is needed", ()
         joined, lost = views.names, ""
         if views.broken():
             joined = tuple(name for name in views.names if views.intact(name))

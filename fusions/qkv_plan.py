@@ -210,7 +210,7 @@ def _foreign(part: Part, ours: torch.Tensor | None) -> str:
         return ""
     if ours is not None and storage.data_ptr() == ours.untyped_storage().data_ptr():
         return ""
-    return f"{part.name} is a view of a larger storage that somebody else holds"
+    return f"{part.name} is a view of a larger storage that somebody else may hold; clone its .data to free it"
 
 
 def _is_there(linear: Any) -> bool:

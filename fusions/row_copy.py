@@ -65,6 +65,10 @@ class RowCopy:
         self.weight: torch.Tensor | None = None
         self._seen: tuple[_Seen, ...] = ()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the copy: torch counts a loaded weight's writes from anew, so that an old copy could pass for new."""
+        return {**self.__dict__, "weight": None, "_seen": ()}
+
     def refusal(self) -> str:
         """Why the parts cannot share a copy as they are now; empty if they can."""
         why = self._views.refusal()

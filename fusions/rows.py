@@ -92,6 +92,8 @@ class RowViews:
             try:
                 registered = getattr(linear, "_parameters", None)  # nn.Module's own look-up takes half a microsecond
                 weight = linear.weight if registered is None else registered["weight"]
+                if registered is not None and _is_more(linear):
+                    return f"{self.names[place]} has a bias or hooks by now"
                 if (
                     weight.data_ptr() == address  # an address is one device's: the fused weight is alive
                     and weight.shape == shapes[place]
@@ -113,6 +115,7 @@ class RowViews:
         weight, rows = getattr(self.linears[self.names.index(name)], "weight", None), fused[self.rows(name)]
         return (
             isinstance(weight, torch.Tensor)
+            and not _is_more(self.linears[self.names.index(name)])
             and _storage(weight) is not None
             and weight.data_ptr() == rows.data_ptr()
             and (weight.shape, weight.dtype, weight.device) == (rows.shape, rows.dtype, rows.device)
@@ -223,7 +226,7 @@ class RowViews:
         for weight, name in zip(weights, self.names, strict=True):
             storage = weight.untyped_storage()
             if storage.nbytes() != weight.numel() * weight.itemsize and storage.data_ptr() != ours:
-                return f"{name} is a view of a larger storage that somebody else holds"
+                return f"{name} is a view of a larger storage that somebody else may hold; clone its .data to free it"
         return ""
 
     def _consecutive(self) -> bool:
@@ -242,6 +245,15 @@ class RowViews:
                 return False
             address += part.numel() * part.itemsize
         return True
+
+
+def _is_more(linear: Any) -> bool:
+    """Whether a module that was a plain product has become more than that; the cheap part of what the hook looks at."""
+    found = linear.__dict__
+    if "_parameters" not in found:
+        return getattr(linear, "bias", None) is not None
+    biased = found["_parameters"].get("bias") is not None
+    return biased or bool(found["_forward_hooks"] or found["_forward_pre_hooks"])
 
 
 def _storage(weight: Any) -> int | None:
