@@ -1,6 +1,6 @@
 """How fast is the native projection, next to what else a model could call? Ratios of one run on one GPU.
 
-    python benchmarks/projection.py [--out FILE.json]
+    python -m benchmarks.projection [--out FILE.json]
 
 Every candidate is captured as one CUDA graph of 24 calls over 24 weight sets (440 MB, far past the L2), replayed until
 the median settles. The floor is the time in which the measured read bandwidth delivers the weights of one call once.
@@ -12,58 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.timing import Call, microseconds, read_bandwidth
 from fusions.ops.native import Behaviour, tinygemm2
 from pdl_stress.cuda.device import environment
 
-K, N_Q, N_KV, SETS, REPEATS, ROUNDS = 5120, 1280, 512, 24, 20, 15
+K, N_Q, N_KV, SETS = 5120, 1280, 512, 24
 EARLY = Behaviour("loaders", "after_wait")
-Call = Callable[[int], object]
-
-
-def microseconds(call: Call) -> float:
-    """Median time of one call, in microseconds, over graphs of ``SETS`` calls."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for index in range(SETS):
-            call(index)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for index in range(SETS):
-                call(index)
-        times = []
-        for _ in range(ROUNDS):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            for _ in range(REPEATS):
-                graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1000 / (SETS * REPEATS))
-    return median(times)
-
-
-def read_bandwidth() -> float:
-    """Bytes a second that a reduction over 4 GiB reads."""
-    data = torch.ones(2**30, device="cuda", dtype=torch.float32)
-    torch.sum(data)
-    times = []
-    for _ in range(ROUNDS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        torch.sum(data)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1000)
-    return data.numel() * 4 / median(times)
 
 
 def candidates(tokens: int, weights: list[torch.Tensor]) -> dict[str, Call]:
@@ -113,7 +74,7 @@ def main() -> None:
     weights = [(torch.randn(N_Q + N_KV, K, device="cuda") * scale).to(torch.bfloat16) for _ in range(SETS)]
     rows: list[dict[str, Any]] = []
     for tokens in (1, 2, 4, 8):
-        times = {name: microseconds(call) for name, call in candidates(tokens, weights).items()}
+        times = {name: microseconds(call, SETS) for name, call in candidates(tokens, weights).items()}
         base = times["two cuBLAS calls"]
         for name, time in times.items():
             row = {"tokens": tokens, "what": name, "us": time, "speedup": base / time, "over_floor": time / floor}

@@ -371,3 +371,14 @@ def test_every_graded_buffer_has_words_of_its_own() -> None:
     assert all(start + size <= following for (start, size), (following, _) in pairwise(spans))
     for buffer in chain.graded:
         assert memory.layout[buffer.name][1] == prod(buffer.shape) * 2
+
+
+def test_a_constant_is_one_tensor_for_every_slot_of_the_ring_and_an_output_is_not() -> None:
+    """An op may keep what it made for a weight; it must find it again inside a capture."""
+    chain = Chain("chain")
+    weight, out = chain.constant("w", (2, 8), "bfloat16"), chain.buffer("o", (2, 8), "bfloat16")
+    chain.step("s", library(("a", "w"), ("o",)), a=chain.input("h", (2, 8), "bfloat16"), w=weight, o=out)
+    memory, step = memory_of(chain), chain["s"]
+    once, slots = memory.operands(step), [memory.operands(step, 0, slot) for slot in range(UNROLL)]
+    assert all(operands["w"] is once["w"] for operands in slots)
+    assert len({operands["o"].data_ptr() for operands in (once, *slots)}) == 1 + UNROLL
