@@ -171,7 +171,9 @@ def untested(chain: Chain, nodes: list[NodeResult]) -> list[str]:
     A step that launches nothing; one that is said to be launched without the PDL attribute, and has it; a kernel that
     is launched to overlap and holds no wait, although its contract says that it waits (the model, and every stand-in
     that takes its place, believe the contract); several kernels of one step that overlap (what they hand to each other
-    is no data edge of the chain).
+    is no data edge of the chain). Behind the first kernel of a step without the attribute, others may overlap it if
+    they hold a wait: cuBLAS launches the kernel that adds up a split K like that. All of them come behind the full
+    edge; with the wait the last one's completion is that of all (R8).
     """
     found = []
     for step in chain.steps:
@@ -180,11 +182,8 @@ def untested(chain: Chain, nodes: list[NodeResult]) -> list[str]:
         overlapping = [node for node in kernels if "programmatic" in node.incoming]
         if not kernels:
             found.append(f"{step.name} launches no kernel")
-        if not step.pdl and overlapping:
-            found.append(
-                f"{step.name} is declared with pdl=False, and {overlapping[0].name} is launched to overlap what comes "
-                "before it; declare it with pdl=True, and with a contract that says how it waits"
-            )
+        if not step.pdl:
+            found += _overlap_of_plain(step.name, mine, overlapping)
             continue
         for node in overlapping:
             if step.contract.wait.holds_completion and node.waits == 0:
@@ -197,6 +196,23 @@ def untested(chain: Chain, nodes: list[NodeResult]) -> list[str]:
             found.append(
                 f"{step.name} launches several nodes that overlap ({names}): what they hand to each other is not under "
                 "test; make each a step"
+            )
+    return found
+
+
+def _overlap_of_plain(name: str, nodes: list[NodeResult], overlapping: list[NodeResult]) -> list[str]:
+    found = []
+    for node in overlapping:
+        if node is nodes[0]:
+            found.append(
+                f"{name} is declared with pdl=False, and {node.name} is launched to overlap what comes before it; "
+                "declare it with pdl=True, and with a contract that says how it waits"
+            )
+        elif not node.waits:
+            what = "holds no wait" if node.waits == 0 else "was not read"
+            found.append(
+                f"{name}: {node.name} is launched to overlap the kernels before it in the same step, and its machine "
+                f"code ({node.code}) {what}, so it may complete before they do"
             )
     return found
 

@@ -441,6 +441,25 @@ def test_a_step_that_is_said_to_have_no_pdl_must_have_none() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("waits", "said"),
+    [(1, ""), (2, ""), (0, "holds no wait"), (None, "was not read")],
+    ids=["one wait", "two waits", "never waits", "no code"],
+)
+def test_behind_the_first_kernel_of_a_step_without_pdl_others_may_overlap_if_they_wait(
+    waits: int | None, said: str
+) -> None:
+    chain = catalog.load("qkv-a-m1")
+    rest = [node for node in found_in(chain) if node.step != "projection"]
+    nodes = [node("projection", None, **FULL), node("projection", waits)]
+    found = untested(chain, [*rest, *nodes])
+    assert len(found) == bool(said)
+    for text in found:
+        assert text.startswith("projection: kernel of projection is launched to overlap the kernels before it")
+        assert said in text
+    assert len(untested(chain, [*rest, *reversed(nodes)])) == 1, "the first one comes behind another step"
+
+
 def test_an_empty_census_shows_no_kernel_of_any_step() -> None:
     chain = catalog.load(FUSED)
     assert untested(chain, []) == [f"{step.name} launches no kernel" for step in chain.steps]
