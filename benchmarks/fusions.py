@@ -91,8 +91,8 @@ def csa2_candidates(tokens: int) -> Candidates:
             label = f"tinygemm2, {name}{', PDL' if pdl else ''}"
             yield f"two {label}", two(gemm, pdl=pdl, **how)
             yield f"one {label}", one(gemm, pdl=pdl, **how)
-    early = native.Behaviour("loaders", "after_wait")
-    yield "one tinygemm2, native, PDL, trigger after its wait", one(native.tinygemm2, behaviour=early)
+    late = native.Behaviour("loaders", "after_stores")
+    yield "one tinygemm2, native, PDL, trigger after its stores", one(native.tinygemm2, behaviour=late)
     yield "HiddenStateProjections.project", lambda i: fronts[i].project(x)
 
 

@@ -55,6 +55,7 @@ class RowViews:
         self.limits = limits or Limits()
         self.weight: torch.Tensor | None = None
         self._shapes: tuple[torch.Size, ...] = ()
+        self._sizes: tuple[int, ...] = ()  # in bytes
         self._former: torch.Tensor | None = None  # a fused weight that parts may still be views of
 
     # -- what is there -------------------------------------------------------------------------------------------------
@@ -85,22 +86,26 @@ class RowViews:
         fused = self.weight
         if fused is None:
             return "not fused"
-        address, dtype, shapes = fused.data_ptr(), fused.dtype, self._shapes
+        address, dtype, shapes, sizes = fused.data_ptr(), fused.dtype, self._shapes, self._sizes
         if not address:  # resized to nothing, as weights that are offloaded: every part would seem to be in place
             return "the fused weight has no memory"
         for place, linear in enumerate(self.linears):
             try:
-                registered = getattr(linear, "_parameters", None)  # nn.Module's own look-up takes half a microsecond
-                weight = linear.weight if registered is None else registered["weight"]
-                if registered is not None and _is_more(linear):
-                    return f"{self.names[place]} has a bias or hooks by now"
+                held = getattr(linear, "__dict__", {})  # nn.Module's own look-up takes half a microsecond
+                registered = held.get("_parameters")
+                if registered is None:
+                    weight = linear.weight
+                else:
+                    weight = registered["weight"]
+                    if registered.get("bias") is not None or held["_forward_hooks"] or held["_forward_pre_hooks"]:
+                        return f"{self.names[place]} has a bias or hooks by now"
                 if (
                     weight.data_ptr() == address  # an address is one device's: the fused weight is alive
                     and weight.shape == shapes[place]
                     and weight.dtype is dtype
                     and weight.is_contiguous()
                 ):
-                    address += weight.nbytes
+                    address += sizes[place]
                     continue
             except (AttributeError, KeyError, RuntimeError):  # no tensor at all, or one without memory
                 pass
@@ -158,7 +163,8 @@ class RowViews:
                 view.copy_(part)
             for view, part in zip(views, parts, strict=True):
                 part.data = view
-        self.weight, self._shapes, self._former = fused, tuple(part.shape for part in parts), None
+        self.weight, self._former = fused, None
+        self._note(parts)
         _wait(fused)
         return ""
 
@@ -174,7 +180,7 @@ class RowViews:
         if not self._consecutive():
             return False
         parts = [linear.weight for linear in self.linears]
-        self._shapes = tuple(part.shape for part in parts)
+        self._note(parts)
         shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
         with torch.inference_mode(False), torch.no_grad():
             self.weight = parts[0].data.as_strided(shape, (shape[1], 1))
@@ -199,11 +205,16 @@ class RowViews:
     def forget(self) -> None:
         """Forgets the fused weight. Parts that are views of it stay so, and it is known as ours if they come back."""
         former = self.weight if self.weight is not None else self._former
-        self.weight, self._shapes, self._former = None, (), None
+        self.weight, self._former = None, None
+        self._note([])
         if former is not None:
             storages = [_storage(getattr(linear, "weight", None)) for linear in self.linears]
             if former.untyped_storage().data_ptr() in storages:
                 self._former = former
+
+    def _note(self, parts: list[torch.Tensor]) -> None:
+        self._shapes = tuple(part.shape for part in parts)
+        self._sizes = tuple(part.nbytes for part in parts)
 
     # -- checks --------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -36,13 +37,14 @@ LIBRARIES = {
 """Files of runs with library kernels, and their ops."""
 
 
-@pytest.mark.parametrize("name", ["csa2", "f00", *LIBRARIES])
+@pytest.mark.parametrize("name", ["shipped", "f00", *LIBRARIES])
 def test_clean_runs(name: str) -> None:
     run = load_json(FOLDER / f"{name}.json")
     check_origin(run)
     assert run.verdict is Outcome.PASS
-    if name.startswith("csa2"):
-        assert [case.chain for case in run.cases] == list(catalog.CSA2)
+    chains = {"shipped": tuple(catalog.SHIPPED), "csa2": catalog.CSA2}.get(name.partition("-")[0])
+    if chains is not None:
+        assert tuple(case.chain for case in run.cases) == chains
     for case in run.cases:
         assert case.mismatches == 0
         assert all(arm.replays >= 20_000 and arm.counters_agree for arm in case.arms)
@@ -59,7 +61,7 @@ def test_clean_runs(name: str) -> None:
 def test_the_evidence_is_of_todays_plan() -> None:
     """Arms, controls and expectations are those that a default run would have now; else it must be made again."""
     plan = Plan()
-    for case in load_json(FOLDER / "csa2.json").cases:
+    for case in load_json(FOLDER / "shipped.json").cases:
         chain = catalog.load(case.chain)
         arms = [(job.name, job.step, job.delay_us) for job in clean_jobs(chain, plan) if isinstance(job, ArmJob)]
         assert [(arm.name, arm.step, arm.delay_us) for arm in case.arms] == arms
@@ -116,6 +118,30 @@ def test_the_founding_control_is_the_one_of_the_docs() -> None:
         else:
             seen = delay > 0 or "before_stores" not in variant  # a whole matrix product is a window too
             assert control.kills == (20_000 if seen else 0)
+
+
+def test_the_projections_are_as_exact_as_their_contracts_say() -> None:
+    found = json.loads((FOLDER / "accuracy.json").read_text())
+    assert found["command"] == "python -m benchmarks.accuracy"
+    assert len(found["environment"]["commit"]) == 40
+    rows = found["accuracy"]
+    assert {row["section"] for row in rows} == {"A", "B", "C"}
+    assert {row["path"] for row in rows if row["section"] == "A"} >= {"native", "flashinfer"}
+    assert all(0 < row["share"] <= 1 for row in rows)
+    for row in rows:
+        if row["path"].startswith("TF32, full mantissa") and row["output"] == "weights" and row["tokens"] > 1:
+            assert 5e-5 <= row["rms"] <= 2e-3, "TF32 ran"
+        elif row["path"].startswith("FP32") and row["output"] == "weights":
+            assert row["rms"] <= 5e-6, "TF32 did not run"
+    assert all(one["overlap"] >= 0.999 for one in found["selection"])
+
+
+def test_the_benchmark_has_every_section_and_says_how_it_was_made() -> None:
+    found = json.loads((FOLDER / "fusions.json").read_text())
+    assert found["command"].startswith("python -m benchmarks.fusions")
+    assert len(found["environment"]["commit"]) == 40
+    sizes = {(row["section"], row["tokens"]) for row in found["rows"]}
+    assert sizes >= {("A", m) for m in (1, 2, 4, 8)} | {("B", 256), ("C", 256), ("step", 1), ("step", 4)}
 
 
 def test_one_planted_run_for_each_shipped_fault() -> None:
