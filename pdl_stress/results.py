@@ -33,9 +33,21 @@ class Mismatch:
     replay: int
     cured_by: list[str]
     also_serialized: bool
+    order: str = "read"
+    """``read``: the reader read before the writer wrote. ``overwritten``: ``writer`` wrote before ``reader`` had read what
+    was there. ``written twice``: ``reader`` wrote before ``writer``, which came first, had written."""
 
     def __str__(self) -> str:
         where = f"{self.wrong_buffer}{self.element} is {self.got}, expected {self.expected}"
+        if self.order == "overwritten" and not self.also_serialized:
+            return (
+                f"{self.writer} wrote {self.buffer} before its wait, while {self.reader} could still read it; {where}."
+            )
+        if self.order == "written twice" and not self.also_serialized:
+            return (
+                f"{self.reader} wrote {self.buffer} before its wait, while {self.writer}, which comes first, could still "
+                f"write it; {where}."
+            )
         if self.also_serialized:
             return f"{where}; it differs with full edges too: not a PDL ordering fault."
         cure = ", ".join(self.cured_by) or "no single graph edge"
@@ -147,8 +159,38 @@ class DataEdgeResult:
 
 
 @dataclass
+class OperandResult:
+    """What was measured of one buffer of a kernel.
+
+    Args:
+        access: ``read`` or ``written``.
+        measured: ``after the wait``, ``before the wait``, or why it was not measured.
+        writer: of a read buffer: who wrote it; ``lag_us``: of a written one: how long after a dependent could start it
+            was still being written, at most, as seen.
+        declared: what the declared contract says of it, if there is one: ``dependent`` or ``independent``.
+    """
+
+    buffer: str
+    access: str
+    measured: str
+    writer: str = ""
+    lag_us: float | None = None
+    declared: str = ""
+
+
+@dataclass
+class ContractResult:
+    """The measured contract of one kernel, which may be undeclared: what it touches, and when."""
+
+    step: str
+    operands: list[OperandResult] = field(default_factory=list)
+    waits: int | None = None
+    triggers: int | None = None
+
+
+@dataclass
 class CaseResult:
-    """One chain."""
+    """One chain, or one callable that was checked."""
 
     chain: str
     ops: str
@@ -171,6 +213,8 @@ class CaseResult:
     edges: list[EdgeResult] = field(default_factory=list)
     data_edges: list[DataEdgeResult] = field(default_factory=list)
     controls: list[ControlResult] = field(default_factory=list)
+    contracts: list[ContractResult] = field(default_factory=list)
+    """Measured contracts of a callable's kernels."""
     model: str = ""
     timeline: list[str] = field(default_factory=list)
     rules: str = "documented"
