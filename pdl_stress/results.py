@@ -34,8 +34,8 @@ class Mismatch:
     cured_by: list[str]
     also_serialized: bool
     order: str = "read"
-    """``read``: the reader read before the writer wrote. ``overwritten``: ``writer`` wrote before ``reader`` had read what
-    was there. ``written twice``: ``reader`` wrote before ``writer``, which came first, had written."""
+    """``read``: the reader read before the writer wrote. ``overwritten``: ``writer`` wrote before ``reader`` had read
+    what was there. ``written twice``: ``reader`` wrote before ``writer``, which came first, had written."""
 
     def __str__(self) -> str:
         where = f"{self.wrong_buffer}{self.element} is {self.got}, expected {self.expected}"
@@ -45,8 +45,8 @@ class Mismatch:
             )
         if self.order == "written twice" and not self.also_serialized:
             return (
-                f"{self.reader} wrote {self.buffer} before its wait, while {self.writer}, which comes first, could still "
-                f"write it; {where}."
+                f"{self.reader} wrote {self.buffer} before its wait, while {self.writer}, which comes first, could "
+                f"still write it; {where}."
             )
         if self.also_serialized:
             return f"{where}; it differs with full edges too: not a PDL ordering fault."

@@ -19,6 +19,10 @@ from .census import architecture
 from .nodes import Kernel, kernel_of
 
 
+MUTANT = "patched by pdl-stress"
+"""Name of the modules that are loaded here, so that nobody takes one for a kernel as it was."""
+
+
 @dataclass(frozen=True)
 class _Loaded:
     """A mutant on the device; ``module`` keeps it loaded."""
@@ -90,7 +94,7 @@ class Surgeon:
             except MutationError as error:
                 raise PdlStressError(f"{kernel.symbol}: {error}") from error
             try:
-                module = ObjectCode.from_cubin(mutant.code)
+                module = ObjectCode.from_cubin(mutant.code, name=MUTANT)
                 handle = module.get_kernel(kernel.symbol).handle
             except Exception as error:
                 raise DeviceError(f"the driver does not load the patched code of {kernel.symbol}: {error}") from error

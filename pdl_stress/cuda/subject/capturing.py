@@ -209,8 +209,7 @@ def _capture(run: Callable[[], Any], producer: kernels.Launch, stream: Any) -> t
         producer.run(stream.cuda_stream)
         returned = run()
     except Exception as error:
-        with suppress(RuntimeError):
-            graph.capture_end()
+        _abandon(graph, stream)
         raise NotCheckable(
             f"it cannot be captured in a CUDA graph: {type(error).__name__}: {_first_line(error)}. Inside, nothing may "
             "synchronize, read a result on the host, or allocate outside of torch."
@@ -218,11 +217,25 @@ def _capture(run: Callable[[], Any], producer: kernels.Launch, stream: Any) -> t
     try:
         graph.capture_end()
     except RuntimeError as error:
+        _abandon(graph, stream)
         raise NotCheckable(
             f"its capture failed: {_first_line(error)}. Work on other streams must be joined before it returns, and "
             "nothing may synchronize."
         ) from error
     return graph, returned
+
+
+def _abandon(graph: Any, stream: Any) -> None:
+    """Ends a capture that is spoilt. torch's own end raises before it tells the allocator, which would then take every
+    later allocation for one of the capture."""
+    import torch
+
+    with suppress(RuntimeError):
+        graph.capture_end()
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    if end is not None:
+        with suppress(RuntimeError):
+            end(stream.device.index, graph.pool())
 
 
 def _first_line(error: BaseException) -> str:

@@ -25,6 +25,7 @@ from ...statistics import MIN_KILLS, upper_bound
 from ...subject import CheckPlan, Subject
 from .. import graphs
 from ..census import describe
+from ..compiled import compiled_here
 from ..kernels import COUNTERS
 from ..surgery import Surgeon
 from . import memory
@@ -42,7 +43,7 @@ ORDER_OF = {LATE: "read", REWRITE: "written twice", REREAD: "overwritten"}
 REMOVED = "all waits removed"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Hazard:
     """An order that a kernel must keep to what may still be in flight when it starts.
 
@@ -92,7 +93,7 @@ class Checker:
                 self.subject.fn, self.subject.make_inputs, self.subject.independent, stream=stream, own=own,
                 counters=counters, seed=plan.seed, time_limit=plan.time_limit,
             )  # fmt: skip
-            for code in self.subject.code() if self.subject.code else ():
+            for code in (*compiled_here(), *(self.subject.code() if self.subject.code else ())):
                 finder.add(code)
             self._census(finder)
             blocks = memory.blocks(device, self.shot.graph.pool(), own.id)
@@ -128,7 +129,7 @@ class Checker:
         if not self._overlapping():
             raise NotCheckable(
                 "no kernel is launched with the PDL attribute, so none can start early and there is nothing to test "
-                f"({len(case.nodes)} nodes captured: {', '.join(shot.labels[1:6])}{', ...' if len(case.nodes) > 5 else ''})"
+                f"(captured: {', '.join(shot.labels[1:6])}{', ...' if len(case.nodes) > 5 else ''})"
             )
 
     def _overlapping(self) -> list[int]:
@@ -176,7 +177,7 @@ class Checker:
         return found
 
     def _probe(self, index: int, delays: dict[int, float]) -> None:
-        shot, case, plan = self.shot, self.case, self.plan
+        shot, case = self.shot, self.case
         label, node = shot.labels[index], case.nodes[index - 1]
         contract = ContractResult(label, waits=node.waits, triggers=node.triggers)
         case.contracts.append(contract)
@@ -196,8 +197,8 @@ class Checker:
         self._measure(index, contract, early)
         if node.waits == 0 and not hazards and index + 1 < len(shot.order):
             case.untested.append(
-                f"{label} is launched to overlap and never waits; whoever waits for it need not have waited for what is "
-                "before it (R8)"
+                f"{label} is launched to overlap and never waits; whoever waits for it need not have waited for what "
+                "is before it (R8)"
             )
 
     def _data_edge(self, index: int, hazard: Hazard) -> DataEdgeResult:
@@ -216,9 +217,9 @@ class Checker:
                 whole = self.trial.run(self.plan.replays, late=hazard.other, delay_us=delay)
                 if not whole.mismatches:
                     self.case.untested.append(
-                        f"{self.shot.labels[index]} reads {hazard.buffer} of {self.shot.labels[hazard.other]} before its "
-                        "wait; only the kernels between them, which trigger late, keep it right, and nothing promises "
-                        "that (F07)"
+                        f"{self.shot.labels[index]} reads {hazard.buffer} of {self.shot.labels[hazard.other]} before "
+                        "its wait; only the kernels between them, which trigger late, keep it right, and nothing "
+                        "promises that (F07)"
                     )
                     return True
             self._arm(index, hazard, delay, counts, twin)

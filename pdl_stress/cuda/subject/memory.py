@@ -1,4 +1,4 @@
-"""The memory that captured kernels may touch: the allocator's blocks, what changed in them, packed copies of their words.
+"""The memory that captured kernels may touch: the allocator's blocks, what changed in them, packed copies of words.
 
 Blocks are those of torch's caching allocator. What a kernel keeps in memory of its own (``cudaMalloc``, another
 framework) is not seen.

@@ -221,7 +221,7 @@ class Observer:
         return self.shot.truth.view(POOL, -1, WORD)[:, places].reshape(POOL, -1)
 
     def _initial(self, seen: Observed, everything: Any) -> None:
-        """What a replay should find: late inputs and what is only written hold another generation, so that whoever reads
+        """What a replay should find: late inputs and what is only written hold another generation, so that who reads
         them early is seen. What is read before it is written (a state) must be as it was."""
         import torch
 

@@ -1,8 +1,8 @@
-"""Each kernel behind an early-release stand-in: what it reads and writes before its wait, and when its own stores end.
+"""Each kernel behind an early-release stand-in: what it touches before its wait, and when its own stores end.
 
-A probe is a graph of its own: *restore, stand-in, kernel, grade*. The stand-in triggers at once, lets the delay pass and
-only then does what a late predecessor would: it writes what the kernel reads (*late*), overwrites what the kernel writes
-with what was there before (*rewrite*), or reads that (*reread*). The kernel is as it was captured, or patched.
+A probe is a graph of its own: *restore, stand-in, kernel, grade*. The stand-in triggers at once, lets the delay pass
+and only then does what a late predecessor would: it writes what the kernel reads (*late*), overwrites what the kernel
+writes with what was there before (*rewrite*), or reads that (*reread*). The kernel is as it was captured, or patched.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Runner:
         return kernels.grade(self.device, table, expected, self.counters, self.last_bad, seen, marks)
 
     def run(self, variant: Variant, replays: int, words: int, expected: Any, seen: Any, marks: Any) -> Counts:
-        """Raises TimeLimit, DeviceError. ``words``: how many the grade kernel compares in a replay with ``expected``."""
+        """Raises TimeLimit, DeviceError. ``words``: how many are compared with ``expected`` in a replay."""
         import torch
 
         with torch.cuda.stream(self.stream):
