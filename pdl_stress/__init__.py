@@ -11,12 +11,12 @@ from ._version import __version__
 from .api import Verdict, stress
 from .buffers import Buffer
 from .chain import Chain, DataEdge, Patch, Step
-from .check import check
+from .checking import check
 from .contract import KernelContract, Trigger, Wait
 from .errors import DeviceError, PdlStressError, UnsupportedVariant, UsageError
 from .op import Op, op
 from .outcome import Outcome
-from .subject import Subject, subject
+from .subjects import Subject, subject
 
 __all__ = [
     "Buffer",

@@ -21,19 +21,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from . import __version__, catalog, model
+from . import __version__, catalog, model, subjects
 from .api import check_machine, choose_machine
 from .campaign import Progress, run_on_gpu, run_on_model
 from .catalog.ops import NATIVE, OP_SETS, op_set, refusal
 from .chain import Chain
+from .discovery import discover, offered
 from .errors import DeviceError, PdlStressError, UsageError
 from .faults import ALL_DELAYS_US, DELAYS_US, FAULTS, check_controls, plant
+from .isolation import run_isolated
+from .judging import run_check
 from .outcome import USAGE_EXIT_CODE, Outcome
 from .plan import CONTROL_REPLAYS, REPLAYS, TIME_LIMIT_S, Plan
 from .record import Record, result_folder
 from .report import founding_table, load_json, print_cases
+from .report.contracts import agreement_table, contracts_table, declarations
 from .report.table import caveats, coloured
-from .results import RunResult
+from .results import CaseResult, RunResult
+from .subjects import CheckPlan, Subject
 
 app = typer.Typer(
     name="pdl-stress",
@@ -209,6 +214,73 @@ def _run(
         record.keep(run_on_gpu(chains, plan, worker, progress, record.keep))
 
 
+@app.command()
+def check(
+    targets: Annotated[
+        list[str], typer.Argument(metavar="FILE.py[::NAME]...", help="Subjects: of a file, or offered by a package.")
+    ],
+    replays: Annotated[int, typer.Option(help="Graded replays of each arm.")] = subjects.REPLAYS,
+    control_replays: Annotated[int, typer.Option(help="Replays of each broken twin.")] = subjects.CONTROL_REPLAYS,
+    delays: Annotated[
+        str, typer.Option(help="Microseconds by which predecessors are late, tried in turn, separated by commas.")
+    ] = ",".join(f"{d:g}" for d in subjects.DELAYS_US),
+    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    isolate: Annotated[
+        bool, typer.Option(help="Run the kernels in a child process, which a crash or a hang cannot outlive.")
+    ] = True,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for results.json; default: pdl-stress-results/<time>.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
+    time_limit: Annotated[
+        float, typer.Option(help="Seconds without progress after which the GPU counts as hung.")
+    ] = subjects.TIME_LIMIT_S,
+    details: Annotated[bool, typer.Option("--details", help="Print every arm, edge and control.")] = False,
+    contracts: Annotated[
+        bool, typer.Option("--contracts", help="Print the measured contracts as declarations to start from.")
+    ] = False,
+) -> None:
+    """Check any kernels: a verdict, measured contracts, and broken twins, without a contract to write."""
+    plan = CheckPlan(replays, control_replays, _windows(delays), seed, time_limit)
+    chosen = [found for target in targets for found in discover(target)]
+    choose_machine("cuda")
+    record = Record(result_folder(out, force), shlex.join(["pdl-stress", *sys.argv[1:]]))
+    try:
+        with _interruptible(), _progress() as progress:
+            _check(chosen, plan, isolate, record, progress)
+    except DeviceError as error:
+        record.fail(str(error))
+    except KeyboardInterrupt:
+        record.fail("interrupted; what had finished is kept")
+    record.finish()
+    _show(record.result, details)
+    for case in record.result.cases:
+        if case.contracts:
+            console.print(contracts_table(case))
+            console.print(agreement_table(case))
+            if contracts:
+                console.print(declarations(case), markup=False)
+    console.print(f"results: {escape(str(record.path))}", soft_wrap=True)
+    raise typer.Exit(record.result.verdict.exit_code)
+
+
+def _check(chosen: list[Subject], plan: CheckPlan, isolate: bool, record: Record, progress: Progress) -> None:
+    from .cuda.device import environment
+
+    record.result.environment = environment(machine="cuda")
+    done: list[CaseResult] = []
+    for number, one in enumerate(chosen):
+        progress(one.name, number, len(chosen))
+        try:
+            case = (run_isolated if isolate else run_check)(one, plan, lambda case: record.keep([*done, case]))
+        except UsageError as error:  # of one subject; the others go on
+            record.fail(f"{one.name}: {error}")
+            continue
+        done.append(case)
+        record.keep(done)
+    progress("done", len(chosen), len(chosen))
+
+
 def _windows(text: str) -> tuple[float, ...]:
     if text == "all":
         return ALL_DELAYS_US
@@ -317,6 +389,8 @@ def list_() -> None:
     for fault in FAULTS.values():
         table.add_row(escape(fault.id), escape(fault.title))
     console.print(table)
+    if found := offered():
+        console.print(f"subjects of installed packages (pdl-stress check): {', '.join(sorted(found))}", markup=False)
     console.print(f"ops: {', '.join(OP_SETS)}, or a mix by op\nrule sets: {', '.join(model.RULE_SETS)}")
 
 

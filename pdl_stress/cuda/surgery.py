@@ -18,7 +18,6 @@ from .calls import checked
 from .census import architecture
 from .nodes import Kernel, kernel_of
 
-
 MUTANT = "patched by pdl-stress"
 """Name of the modules that are loaded here, so that nobody takes one for a kernel as it was."""
 

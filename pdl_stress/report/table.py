@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ..outcome import Outcome
 from ..results import CaseResult, ControlResult
+from .contracts import agreement_table, contracts_table
 
 _COLOURS = {
     Outcome.PASS: "bold green",
@@ -154,6 +155,8 @@ def details(case: CaseResult) -> Group:
         parts.append(_arms(case))
     if case.nodes:
         parts.append(_nodes(case))
+    if case.contracts:
+        parts += [contracts_table(case), agreement_table(case)]
     if case.edges:
         parts.append(_edges(case))
     if case.controls:

@@ -203,13 +203,13 @@ def _call(run: Callable[[], Any], what: str) -> Any:
 def _capture(run: Callable[[], Any], producer: kernels.Launch, stream: Any) -> tuple[Any, Any]:
     import torch
 
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    graph.capture_begin(capture_error_mode="thread_local")
+    graph, pool = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.graph_pool_handle()
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         producer.run(stream.cuda_stream)
         returned = run()
     except Exception as error:
-        _abandon(graph, stream)
+        _abandon(graph, pool, stream)
         raise NotCheckable(
             f"it cannot be captured in a CUDA graph: {type(error).__name__}: {_first_line(error)}. Inside, nothing may "
             "synchronize, read a result on the host, or allocate outside of torch."
@@ -217,7 +217,7 @@ def _capture(run: Callable[[], Any], producer: kernels.Launch, stream: Any) -> t
     try:
         graph.capture_end()
     except RuntimeError as error:
-        _abandon(graph, stream)
+        _abandon(graph, pool, stream)
         raise NotCheckable(
             f"its capture failed: {_first_line(error)}. Work on other streams must be joined before it returns, and "
             "nothing may synchronize."
@@ -225,7 +225,7 @@ def _capture(run: Callable[[], Any], producer: kernels.Launch, stream: Any) -> t
     return graph, returned
 
 
-def _abandon(graph: Any, stream: Any) -> None:
+def _abandon(graph: Any, pool: Any, stream: Any) -> None:
     """Ends a capture that is spoilt. torch's own end raises before it tells the allocator, which would then take every
     later allocation for one of the capture."""
     import torch
@@ -235,7 +235,7 @@ def _abandon(graph: Any, stream: Any) -> None:
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     if end is not None:
         with suppress(RuntimeError):
-            end(stream.device.index, graph.pool())
+            end(stream.device.index, pool)
 
 
 def _first_line(error: BaseException) -> str:

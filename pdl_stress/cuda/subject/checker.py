@@ -22,7 +22,7 @@ from ...results import (
 )
 from ...sass.finder import CodeFinder
 from ...statistics import MIN_KILLS, upper_bound
-from ...subject import CheckPlan, Subject
+from ...subjects import CheckPlan, Subject
 from .. import graphs
 from ..census import describe
 from ..compiled import compiled_here
@@ -72,6 +72,7 @@ class Checker:
 
     def __init__(self, subject: Subject, plan: CheckPlan, keep: Callable[[CaseResult], None]) -> None:
         self.subject, self.plan, self._keep = subject, plan, keep
+        self._faults: list[tuple[int, Hazard]] = []
         self.case = CaseResult(
             subject.name, "as captured", [], "cuda", requested_replays=plan.replays, pool=POOL,
             exposure="an early-release stand-in in front of the reader, whose waits were removed",
@@ -208,13 +209,15 @@ class Checker:
 
     def _is_early(self, index: int, hazard: Hazard) -> bool:
         """Whether the kernel, as it is, does not keep this order; then an arm that fails is recorded."""
+        replays = self.plan.replays
         for delay in self.plan.delays_us:
-            counts = self.prober.probe(index, hazard.what, hazard.region, delay, PILOT)
-            if not counts.mismatches:
+            if not self.prober.probe(index, hazard.what, hazard.region, delay, PILOT).mismatches:
                 continue
+            counts = self.prober.probe(index, hazard.what, hazard.region, delay, replays)
             twin = self.prober.probe(index, hazard.what, hazard.region, delay, PILOT, serialized=True)
+            self._faults.append((index, hazard))
             if hazard.what == LATE and hazard.other != index - 1 and not twin.mismatches:
-                whole = self.trial.run(self.plan.replays, late=hazard.other, delay_us=delay)
+                whole = self.trial.run(replays, late=hazard.other, delay_us=delay)
                 if not whole.mismatches:
                     self.case.untested.append(
                         f"{self.shot.labels[index]} reads {hazard.buffer} of {self.shot.labels[hazard.other]} before "
@@ -346,8 +349,6 @@ class Checker:
 
     def _arms(self, delays: dict[int, float]) -> None:
         replays, case, labels = self.plan.replays, self.case, self.shot.labels
-        if any(arm.mismatches for arm in case.arms):
-            replays = min(replays, PILOT * 16)
         plain = self.trial.run(replays)
         self._whole("as deployed", None, None, plain)
         if plain.seconds:
@@ -372,11 +373,26 @@ class Checker:
                 if not again.mismatches:
                     cured.append(f"{labels[index - 1]}->{labels[index]}")
             twin = self.trial.run(PILOT * 4, late=late, delay_us=delay or 0.0, serialized=True)
+            writer, reader, buffer, order = self._culprit(wrong.owner, step)
             arm.mismatch = Mismatch(
-                step or labels[max(0, wrong.owner - 1)], labels[wrong.owner], wrong.buffer, wrong.buffer, wrong.element,
-                wrong.got, wrong.expected, "what was there before", 0, cured, twin.mismatches > 0,
+                writer, reader, buffer, wrong.buffer, wrong.element, wrong.got, wrong.expected, "what was there before",
+                0, cured, twin.mismatches > 0, order,
             )  # fmt: skip
         self.case.arms.append(arm)
+
+    def _culprit(self, owner: int, late: str | None) -> tuple[str, str, str, str]:
+        """Writer, reader, buffer and order of what went wrong, where ``owner`` wrote the first wrong byte: the fault
+        that its probe showed, else its own reads."""
+        labels = self.shot.labels
+        for index, hazard in self._faults:
+            if hazard.what == REREAD and hazard.other == owner:
+                return labels[index], labels[owner], hazard.buffer, ORDER_OF[REREAD]
+        for index, hazard in self._faults:
+            if index == owner and hazard.what != REREAD:
+                return labels[hazard.other], labels[index], hazard.buffer, ORDER_OF[hazard.what]
+        reads = [g for g in self.seen.reads[owner] if g.owner >= 0] if owner else []
+        mine = next((g for g in reads if late in (None, labels[g.owner])), None)
+        return (labels[mine.owner] if mine else late or ""), labels[owner], (mine.buffer if mine else ""), "read"
 
 
 def _when(before: bool) -> str:
