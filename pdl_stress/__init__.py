@@ -13,6 +13,7 @@ from .buffers import Buffer
 from .chain import Chain, DataEdge, Patch, Step
 from .checking import check
 from .contract import KernelContract, Trigger, Wait
+from .cuda.launching import CudaKernel, cubin_kernel, cuda_kernel
 from .errors import DeviceError, PdlStressError, UnsupportedVariant, UsageError
 from .op import Op, op
 from .outcome import Outcome
@@ -21,6 +22,7 @@ from .subjects import Subject, subject
 __all__ = [
     "Buffer",
     "Chain",
+    "CudaKernel",
     "DataEdge",
     "DeviceError",
     "KernelContract",
@@ -37,6 +39,8 @@ __all__ = [
     "Wait",
     "__version__",
     "check",
+    "cubin_kernel",
+    "cuda_kernel",
     "op",
     "stress",
     "subject",
