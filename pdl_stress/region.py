@@ -51,9 +51,12 @@ class Region:
     def of(cls, words: Any, masks: Any) -> Region:
         """From words in any order, each at most once; those without a byte are left out."""
         addresses, masks = np.asarray(words, np.uint64), np.asarray(masks, np.uint16)
-        order = np.argsort(addresses, kind="stable")
-        order = order[masks[order] != 0]
-        return cls(addresses[order], masks[order])
+        keep = masks != 0
+        addresses, masks = addresses[keep], masks[keep]
+        if len(addresses) > 1 and not (addresses[1:] > addresses[:-1]).all():
+            order = np.argsort(addresses, kind="stable")
+            addresses, masks = addresses[order], masks[order]
+        return cls(addresses, masks)
 
     @classmethod
     def union(cls, regions: Iterable[Region]) -> Region:
@@ -92,24 +95,33 @@ class Region:
         return Region(addresses, masks)
 
     def __and__(self, other: Region) -> Region:
-        addresses, mine, theirs = np.intersect1d(
-            self.addresses, other.addresses, assume_unique=True, return_indices=True
-        )
-        return Region.of(addresses, self.masks[mine] & other.masks[theirs])
+        small, large = (self, other) if len(self) <= len(other) else (other, self)
+        places, found = small._in(large)
+        return Region.of(small.addresses[found], small.masks[found] & large.masks[places[found]])
 
     def __sub__(self, other: Region) -> Region:
         masks = self.masks.copy()
-        _, mine, theirs = np.intersect1d(self.addresses, other.addresses, assume_unique=True, return_indices=True)
-        masks[mine] &= ~other.masks[theirs]
+        if len(other) <= len(self):
+            places, found = other._in(self)
+            masks[places[found]] &= ~other.masks[found]
+        else:
+            places, found = self._in(other)
+            masks[found] &= ~other.masks[places[found]]
         return Region.of(self.addresses, masks)
+
+    def _in(self, large: Region) -> tuple[Any, Any]:
+        """For each word its place in ``large``, and whether it is there."""
+        places = np.searchsorted(large.addresses, self.addresses)
+        found = places < len(large)
+        found[found] = large.addresses[places[found]] == self.addresses[found]
+        return places, found
 
     def places_in(self, whole: Region) -> np.ndarray[Any, np.dtype[np.int64]]:
         """For each word its index in ``whole``, of which this must be a part (else ValueError)."""
-        places = np.searchsorted(whole.addresses, self.addresses)
-        inside = places < len(whole)
-        if not inside.all() or not np.array_equal(whole.addresses[places], self.addresses):
+        places, found = self._in(whole)
+        if not found.all():
             raise ValueError("the region has words that the other has not")
-        return places
+        return np.asarray(places, np.int64)
 
     def filled(self, gap: int, foreign: Region) -> Region:
         """With gaps of at most ``gap`` bytes between two of its bytes filled, but for bytes of ``foreign``.

@@ -69,7 +69,7 @@ class CudaKernel:
             return self.code.get_kernel(self.name)
         except Exception as error:
             raise UsageError(
-                f'there is no kernel {self.name!r} in the code ({error}); declare it extern "C", or give its mangled name.'
+                f'the code has no kernel {self.name!r} ({error}); declare it extern "C", or give its mangled name.'
             ) from error
 
 

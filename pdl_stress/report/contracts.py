@@ -101,4 +101,6 @@ def _tuple(names: list[str]) -> str:
 def _name(text: str) -> str:
     """A Python name like ``text``."""
     name = re.sub(r"\W+", "_", text).strip("_") or "buffer"
-    return f"{name}_" if keyword.iskeyword(name) or name[0].isdigit() else name
+    if name[0].isdigit():
+        return f"_{name}"
+    return f"{name}_" if keyword.iskeyword(name) else name

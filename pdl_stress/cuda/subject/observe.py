@@ -24,8 +24,8 @@ from .variants import Variant
 GAP = 8
 """Bytes that may be missing between two changed ones: those of an element that were equal by chance."""
 
-PRODUCER, GIVEN, NOBODY = 0, -2, -1
-"""Owners of bytes before any node has written them: late inputs, other inputs, memory that was there before."""
+PRODUCER, GIVEN = 0, -1
+"""Owners of bytes before any node has written them: late inputs, and other inputs."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,7 @@ class Observer:
         with torch.cuda.stream(self.stream), self.own.use():
             writes = self._writes(blocks)
             whole = Region.union([self.shot.given, *writes])
+            check_size(whole)
             seen = self._states(whole, writes)
             seen.reads = [[], *(list(self._reads(index, groups, seen)) for index, groups in self._live(seen))]
             return seen
@@ -269,27 +270,16 @@ class Observer:
 
     def _live(self, seen: Observed) -> Iterator[tuple[int, list[Group]]]:
         """Per node, the groups that lie in memory before it runs. Advances ``self.rows`` to that state."""
-        owner = np.full((len(seen.whole), WORD), NOBODY, np.int32)
-        for index, region in ((GIVEN, self.shot.given), (PRODUCER, self.shot.late)):
-            owner[region.places_in(seen.whole)] = np.where(region.bits, index, owner[region.places_in(seen.whole)])
+        owned = {GIVEN: self.shot.given - self.shot.late, PRODUCER: self.shot.late}
         self.rows = seen.before.clone()
         for index in range(1, len(seen.writes)):
             if graphs.PROGRAMMATIC in self.shot.kinds[index : index + 2]:
                 seen.rows[index] = self.rows
-            yield index, self._groups(owner, seen)
-            region = seen.writes[index]
-            places = region.places_in(seen.whole)
-            owner[places] = np.where(region.bits, index, owner[places])
+            yield index, [g for owner, region in owned.items() if region for g in seen.names.split(owner, region)]
+            mine = seen.writes[index]
+            owned = {owner: region - mine for owner, region in owned.items()}
+            owned[index] = mine
             self.rows = self.behind(index, self.rows, seen)
-
-    def _groups(self, owner: Any, seen: Observed) -> list[Group]:
-        found = []
-        for index in np.unique(owner):
-            if index == NOBODY:
-                continue
-            masks = ((owner == index) * (1 << np.arange(WORD))).sum(1).astype(np.uint16)
-            found += seen.names.split(int(index), Region.of(seen.whole.addresses, masks))
-        return found
 
     def behind(self, index: int, rows: Any, seen: Observed) -> Any:
         """Packed rows over ``whole`` behind a node, from those before it."""
