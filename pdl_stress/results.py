@@ -184,6 +184,8 @@ class ContractResult:
 
     step: str
     operands: list[OperandResult] = field(default_factory=list)
+    modelled: str = ""
+    """What the rules say of its orders: ``ordered``, or which of them nothing promises."""
     waits: int | None = None
     triggers: int | None = None
 

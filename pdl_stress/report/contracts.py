@@ -44,7 +44,7 @@ def _declared(operand: OperandResult) -> str:
 def agreement_table(case: CaseResult) -> Table:
     """One row per kernel: do the ways of checking it agree?"""
     table = Table(title=escape(f"{case.chain}: do the checks agree?"), title_justify="left", title_style="bold")
-    for column in ("kernel", "declared", "machine code", "probed", "broken twins", "stressed"):
+    for column in ("kernel", "declared", "modelled", "machine code", "probed", "broken twins", "stressed"):
         table.add_column(column, overflow="fold")
     for contract in case.contracts:
         table.add_row(*map(escape, agreement(case, contract)))
@@ -52,7 +52,7 @@ def agreement_table(case: CaseResult) -> Table:
 
 
 def agreement(case: CaseResult, contract: ContractResult) -> tuple[str, ...]:
-    """The cells of one row: kernel, declared, machine code, probed, broken twins, stressed."""
+    """The cells of one row: kernel, declared, modelled, machine code, probed, broken twins, stressed."""
     step = contract.step
     declared = [o for o in contract.operands if o.declared]
     against = [o.buffer for o in declared if o.declared == "dependent" and o.measured == BEFORE]
@@ -65,6 +65,7 @@ def agreement(case: CaseResult, contract: ContractResult) -> tuple[str, ...]:
     return (
         step,
         "no contract" if not declared else f"broken: {', '.join(against)}" if against else "holds",
+        contract.modelled or "-",
         f"{counts[0]} waits, {counts[1]} triggers",
         f"early: {', '.join(early)}" if early else "all after the wait",
         f"{caught} of {len(twins)} caught" if twins else "none",
