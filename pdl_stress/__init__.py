@@ -17,6 +17,7 @@ from .cuda.launching import CudaKernel, cubin_kernel, cuda_kernel
 from .errors import DeviceError, PdlStressError, UnsupportedVariant, UsageError
 from .op import Op, op
 from .outcome import Outcome
+from .schema import op_from_schema
 from .subjects import Subject, subject
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "cubin_kernel",
     "cuda_kernel",
     "op",
+    "op_from_schema",
     "stress",
     "subject",
 ]

@@ -20,7 +20,7 @@ def op_from_schema(
     trigger: Trigger = Trigger.AFTER_STORES,
     code: Callable[[], Iterable[Any]] | None = None,
 ) -> Op:
-    """The op of a torch operator: ``torch.ops.mine.norm``, an overload of it, or what ``torch.library.custom_op`` gives.
+    """The op of a torch operator: ``torch.ops.mine.norm``, one of its overloads, or a ``torch.library.custom_op``.
 
     Reads are its tensor arguments; writes are those that the schema marks as mutated (``Tensor(a!)``), and its returned
     tensors, as ``out`` (or ``out0``, ``out1``, ...).

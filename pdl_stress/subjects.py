@@ -128,8 +128,6 @@ def as_subject(
     known: frozenset[str] = frozenset()
     if isinstance(fn, Op):
         op, known = fn, frozenset(fn.contract.operands)
-        if op.returns:
-            raise UsageError(f"{op.name} returns new tensors; check the function that it wraps instead.")
         name, code = name or op.name, code or op.code
         independent = tuple(independent) or op.contract.independent
 
