@@ -215,3 +215,67 @@ def test_library_kernels_and_a_whole_chain() -> None:
     )  # fmt: skip
     assert norm.outcome is Outcome.PASS, str(norm)
     assert set(measured(norm.case, "rmsnorm").values()) == {AFTER}
+
+
+# -- Triton ------------------------------------------------------------------------------------------------------------
+
+
+def triton_kernels() -> Any:
+    pytest.importorskip("triton")
+    import triton_kernels as found
+
+    return found
+
+
+def rows(*shape: int) -> Any:
+    return torch.randn(*shape, device="cuda")
+
+
+def test_triton_kernels_that_wait_pass() -> None:
+    k = triton_kernels()
+    cases: list[tuple[str, Any, Any]] = [
+        ("waits", lambda x, out: k.launch(k.waits, 4, x, out, 512, BLOCK=128), lambda: (rows(512), rows(512))),
+        (
+            "softmax",
+            lambda x, out: k.launch(k.softmax, 8, x, out, 300, BLOCK=512),
+            lambda: (rows(8, 300), rows(8, 300)),
+        ),
+        (
+            "matmul",
+            lambda a, b, out: k.launch(k.matmul, 4, a, b, out, 256, 512, BM=16, BN=64, BK=64),
+            lambda: (rows(16, 512).bfloat16(), rows(512, 256).bfloat16(), rows(16, 256).bfloat16()),
+        ),
+        (
+            "gather",
+            lambda x, index, out: k.launch(k.gather, 4, x, index, out, 512, BLOCK=128),
+            lambda: (rows(512), torch.randint(0, 512, (512,), device="cuda"), rows(512)),
+        ),
+    ]
+    for name, fn, make in cases:
+        verdict = check(fn, make, name=name)
+        assert verdict.outcome is Outcome.PASS, str(verdict)
+        assert set(measured(verdict.case, name).values()) == {AFTER}, name
+
+
+def test_a_triton_kernel_that_prefetches_its_weight_and_one_that_never_waits() -> None:
+    k = triton_kernels()
+
+    def norm(x: Any, weight: Any, out: Any) -> None:
+        k.launch(k.row_norm, 8, x, weight, out, 300, BLOCK=512)
+
+    def make() -> Any:
+        return rows(8, 300), rows(300), rows(8, 300)
+
+    good = check(norm, make, independent=("weight",), name="row_norm")
+    assert good.outcome is Outcome.PASS, str(good)
+    assert measured(good.case, "row_norm") == {
+        ("x", "read"): AFTER,
+        ("weight", "read"): BEFORE,
+        ("out", "written"): AFTER,
+    }
+    assert check(norm, make).outcome is Outcome.FAIL
+    bad = check(
+        lambda x, out: k.launch(k.never, 4, x, out, 512, BLOCK=128), lambda: (rows(512), rows(512)), name="never"
+    )
+    assert bad.outcome is Outcome.FAIL
+    assert ("read", "producer", "never", "x") in blamed(bad.case)
