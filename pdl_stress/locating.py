@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import sys
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,7 +53,12 @@ def locate(obj: Any) -> Location:
     return Location("", str(Path(file).resolve()), name)
 
 
+_PREFIX = "_pdl_stress_file_"
+
+
 def _is_importable(module: str, file: str) -> bool:
+    if module.startswith(_PREFIX):  # loaded by path, in this process only
+        return False
     try:
         found = importlib.util.find_spec(module)
     except (ImportError, ValueError, AttributeError):
@@ -67,7 +73,7 @@ def load_file(path: Path) -> ModuleType:
         UsageError: no such file, or it raises.
     """
     path = path.resolve()
-    name = f"_pdl_stress_file_{path.stem}_{abs(hash(str(path)))}"
+    name = f"{_PREFIX}{path.stem}_{sha256(str(path).encode()).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():

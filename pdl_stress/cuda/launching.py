@@ -56,7 +56,7 @@ class CudaKernel:
             if self._cubin is not None:
                 return ObjectCode.from_cubin(self._cubin.read_bytes())
             major, minor = torch.cuda.get_device_capability()
-            options = ProgramOptions(std="c++17", arch=f"sm_{major}{minor}a", use_bundled_headers=True)
+            options = ProgramOptions(std="c++17", arch=f"sm_{major}{minor}a", **_headers())
             return Program(self._source, "c++", options).compile("cubin")
         except OSError as error:
             raise UsageError(f"{str(self._cubin)!r} cannot be read: {error.strerror}.") from error
@@ -85,6 +85,23 @@ def cubin_kernel(path: str | Path, name: str) -> CudaKernel:
     if not Path(path).is_file():
         raise UsageError(f"{str(path)!r} is no file.")
     return CudaKernel(name, cubin=Path(path))
+
+
+BUNDLED_SINCE = (13, 3)
+"""The first NVRTC that brings ``cuda_bf16.h`` and its like along."""
+
+
+def _headers() -> dict[str, Any]:
+    """Where a source's includes come from: NVRTC itself, or a toolkit if there is one."""
+    from cuda import pathfinder
+
+    from .toolchain import nvrtc_version
+
+    if tuple(int(part) for part in (nvrtc_version() or "0.0").split(".")[:2]) >= BUNDLED_SINCE:
+        return {"use_bundled_headers": True}
+    find = getattr(pathfinder, "find_nvidia_header_directory", None)
+    folder = find("cudart") if find is not None else None
+    return {"include_path": [folder]} if folder else {}
 
 
 def _argument(value: Any) -> Any:

@@ -132,6 +132,7 @@ def test_what_packages_offer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_at_the_top_of_a_module_can_be_found_again() -> None:
     module = load_file(FILE)
+    assert locate(module.make_inputs).module == "", "no other process has a module of that name"
     for obj, wanted in ((module.make_inputs, module.make_inputs), (module.Holder.inner, module.Holder.inner)):
         place = locate(obj)
         assert place.load() is wanted
