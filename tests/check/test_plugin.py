@@ -11,20 +11,22 @@ import pytest
 pytest_plugins = ["pytester"]
 
 TEST = """
+import pytest
 from pdl_stress import Outcome
 from pdl_stress.api import Verdict
 from pdl_stress.cuda.device import Presence, Sighting
 from pdl_stress.results import CaseResult
-import pdl_stress, pdl_stress.cuda.device as device
 
-device.presence = lambda: Sighting(Presence.{presence}, "for a test")
 seen = []
 
 def check(fn, make_inputs, **settings):
     seen.append(settings)
     return Verdict(CaseResult("mine", "", [], "cuda", verdict=Outcome.{outcome}, reasons=["because"]))
 
-pdl_stress.check = check
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch):
+    monkeypatch.setattr("pdl_stress.check", check)
+    monkeypatch.setattr("pdl_stress.cuda.device.presence", lambda: Sighting(Presence.{presence}, "for a test"))
 
 def test_it(pdl_check):
     assert pdl_check(1, 2, replays=5).outcome is Outcome.PASS
