@@ -69,7 +69,7 @@ def surgeon(monkeypatch: pytest.MonkeyPatch, **waits: int) -> tuple[Surgeon, Rem
 
     class ObjectCode:
         @staticmethod
-        def from_cubin(code: Any) -> Any:
+        def from_cubin(code: Any, *, name: str = "") -> Any:
             return SimpleNamespace(get_kernel=lambda symbol: SimpleNamespace(handle=code[1]))
 
     monkeypatch.setattr("cuda.core.ObjectCode", ObjectCode)

@@ -171,13 +171,14 @@ class Checker:
     def _hazards(self, index: int) -> list[Hazard]:
         seen, flying = self.seen, self._in_flight(index)
         found = [Hazard(LATE, g.owner, g.buffer, g.region) for g in seen.reads[index] if g.owner in flying]
-        mine = seen.writes[index]
-        for other in flying:
-            both = seen.writes[other] & mine
-            found += [Hazard(REWRITE, other, g.buffer, g.region) for g in seen.names.split(other, both)]
+        left = seen.writes[index]
+        for other in flying:  # nearest first: what a nearer one writes is between this node and the older ones
             if other != PRODUCER:
-                both = Region.union(g.region for g in seen.reads[other]) & mine
+                both = Region.union(g.region for g in seen.reads[other]) & left
                 found += [Hazard(REREAD, other, g.buffer, g.region) for g in seen.names.split(other, both)]
+            both = seen.writes[other] & left
+            found += [Hazard(REWRITE, other, g.buffer, g.region) for g in seen.names.split(other, both)]
+            left = left - both
         return found
 
     def _probe(self, index: int, delays: dict[int, float]) -> None:
