@@ -84,7 +84,7 @@ class Checker:
         """Raises UsageError for a request that cannot be carried out. What else goes wrong is in the result."""
         import torch
 
-        case, plan = self.case, self.plan
+        plan = self.plan
         device = torch.cuda.current_device()
         stream, own = torch.cuda.Stream(), memory.OwnMemory()
         with own.use():
@@ -103,22 +103,26 @@ class Checker:
             observer = Observer(self.shot, stream, own, counters, device, plan.time_limit)
             self.seen = observer.observe(blocks)
         except NotCheckable as error:
-            case.blockers.append(str(error))
-            return case
+            self.case.blockers.append(str(error))
+            return self.case
         runner = Runner(stream, own, counters, device, plan.time_limit)
         self.prober = Prober(self.shot, self.seen, observer, runner, Surgeon(finder))
         self.trial = Trial(self.shot, self.seen, runner)
-        self._compare_with_eager(observer)
-        self._keep(case)
+        with torch.cuda.stream(stream):
+            self._compare_with_eager(observer)
+        self.examine()
+        observer.close()
+        return self.case
+
+    def examine(self) -> None:
+        """Probes, broken twins, model, arms: everything that needs only what was observed, ``prober`` and ``trial``."""
+        self._keep(self.case)
         delays = dict[int, float]()
         for index in self._overlapping():
             self._probe(index, delays)
-            self._keep(case)
+            self._keep(self.case)
         self._model()
         self._arms(delays)
-        observer.close()
-        case.planned = (len(case.arms), len(case.controls))
-        return case
 
     # -- what is there -------------------------------------------------------------------------------------------------
 
@@ -148,23 +152,20 @@ class Checker:
         return found
 
     def _compare_with_eager(self, observer: Observer) -> None:
-        import torch
-
-        shot = self.shot
-        everything = self.prober.everything
-        with torch.cuda.stream(observer.stream):
-            for generation, eager in enumerate(shot.eager):
-                observer.put(everything, self.seen.before, generation)
-                for index in range(1, len(shot.order)):
-                    observer.run(index)
-                observer.finish()
-                for name, tensor in {**shot.inputs, **shot.outputs}.items():
-                    if name in eager and not _same_bits(tensor, eager[name]):
-                        self.case.untested.append(
-                            f"{name} differs between an eager run and the captured kernels run one by one: what was "
-                            "captured is not what runs without a graph"
-                        )
-                        return
+        """The reference is the captured kernels, run one by one; what people believe in is an eager run."""
+        shot, everything = self.shot, memory.table(self.seen.whole)
+        for generation, eager in enumerate(shot.eager):
+            observer.put(everything, self.seen.before, generation)
+            for index in range(1, len(shot.order)):
+                observer.run(index)
+            observer.finish()
+            for name, tensor in {**shot.inputs, **shot.outputs}.items():
+                if name in eager and not _same_bits(tensor, eager[name]):
+                    self.case.untested.append(
+                        f"{name} differs between an eager run and the captured kernels run one by one: what was "
+                        "captured is not what runs without a graph"
+                    )
+                    return
 
     # -- probes --------------------------------------------------------------------------------------------------------
 

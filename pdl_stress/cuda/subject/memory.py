@@ -16,6 +16,9 @@ import numpy as np
 from ...errors import UsageError
 from ...region import WORD, Region
 
+DEVICE = "cuda"
+"""Where tables and packed rows lie. Tests put them, and the memory under observation, on the CPU."""
+
 CHUNK = 1 << 26
 """Bytes compared at a time."""
 
@@ -65,7 +68,7 @@ def view_of(address: int, size: int) -> Any:
     """A uint8 tensor over device memory that somebody else owns."""
     import torch
 
-    return torch.as_tensor(_Raw(address, size), device="cuda")
+    return torch.as_tensor(_Raw(address, size), device=DEVICE)
 
 
 def blocks(device: int, graph_pool: Any, own: tuple[int, ...]) -> list[Block]:
@@ -107,7 +110,7 @@ class Snapshot:
                 f"what they write; {free / 2**30:.1f} GiB are free. Check a smaller part, or free what it does not use."
             )
         self.blocks = chosen
-        self._copies = [torch.empty(block.size, dtype=torch.uint8, device="cuda") for block in chosen]
+        self._copies = [torch.empty(block.size, dtype=torch.uint8, device=DEVICE) for block in chosen]
 
     def take(self) -> None:
         for block, copy in zip(self.blocks, self._copies, strict=True):
@@ -122,7 +125,7 @@ class Snapshot:
         import torch
 
         found = []
-        weights = 2 ** torch.arange(WORD, device="cuda", dtype=torch.int32)
+        weights = 2 ** torch.arange(WORD, device=DEVICE, dtype=torch.int32)
         for block, copy in zip(self.blocks, self._copies, strict=True):
             live = block.view()
             for start in range(0, block.size, CHUNK):
@@ -154,7 +157,7 @@ def table(region: Region, whole: Region | None = None) -> Any:
     entries = np.zeros((len(region), 2), np.uint64)
     entries[:, 0] = region.addresses
     entries[:, 1] = places.astype(np.uint64) | (region.masks.astype(np.uint64) << np.uint64(32))
-    return torch.from_numpy(entries.view(np.int64)).cuda()
+    return torch.from_numpy(entries.view(np.int64)).to(DEVICE)
 
 
 def selection(region: Region, whole: Region) -> Any:
@@ -163,11 +166,11 @@ def selection(region: Region, whole: Region) -> Any:
 
     chosen = np.zeros((len(whole), WORD), np.bool_)
     chosen[region.places_in(whole)] = region.bits
-    return torch.from_numpy(chosen.reshape(-1)).cuda()
+    return torch.from_numpy(chosen.reshape(-1)).to(DEVICE)
 
 
 def rows(pool: int, region: Region) -> Any:
     """Packed rows, one for each generation: uint8 ``[pool, bytes]``, zeros."""
     import torch
 
-    return torch.zeros((pool, max(1, len(region)) * WORD), dtype=torch.uint8, device="cuda")
+    return torch.zeros((pool, max(1, len(region)) * WORD), dtype=torch.uint8, device=DEVICE)

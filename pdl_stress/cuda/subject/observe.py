@@ -230,8 +230,7 @@ class Observer:
         owned = self.shot.given
         for index in range(1, len(seen.writes)):
             first = seen.writes[index] - owned
-            if first:
-                fresh.append((index, first))
+            fresh += [(index, group.region) for group in seen.names.split(index, first)]
             owned = owned | first
         poisoned = seen.before.clone()
         self.fill(poisoned, seen, self.shot.late, self.shot.given, self.shot.truth)

@@ -101,8 +101,8 @@ class Prober:
         self._device = runner.device
         with runner.own.use():
             self.everything = memory.table(seen.whole)
-            self.seen_words = torch.zeros(max(1, len(seen.whole)) * WORD, dtype=torch.uint8, device="cuda")
-            self.marks = torch.zeros(max(1, len(seen.whole)), dtype=torch.uint8, device="cuda")
+            self.seen_words = torch.zeros(max(1, len(seen.whole)) * WORD, dtype=torch.uint8, device=memory.DEVICE)
+            self.marks = torch.zeros(max(1, len(seen.whole)), dtype=torch.uint8, device=memory.DEVICE)
 
     def probe(
         self, index: int, what: str, region: Region, delay_us: float, replays: int, *,
@@ -164,7 +164,7 @@ class Prober:
         with torch.cuda.stream(stream), self.runner.own.use():
             before = self.seen.rows[index]
             expected = self._observer.behind(index, before, self.seen)
-            lag = torch.zeros(2, dtype=torch.int64, device="cuda")
+            lag = torch.zeros(2, dtype=torch.int64, device=memory.DEVICE)
             watched = memory.table(region, self.seen.whole)
             watcher = kernels.watch(self._device, watched, expected, self.runner.counters, WATCHED_US, lag)
             self.runner.counters.zero_()

@@ -21,8 +21,8 @@ class Trial:
         with torch.cuda.stream(runner.stream), runner.own.use():
             self._everything = memory.table(seen.whole)
             self._tables = {PRODUCER: (memory.table(shot.late, shot.given), shot.truth)}
-            self.seen_words = torch.zeros(seen.final.shape[1], dtype=torch.uint8, device="cuda")
-            self.marks = torch.zeros(max(1, len(seen.whole)), dtype=torch.uint8, device="cuda")
+            self.seen_words = torch.zeros(seen.final.shape[1], dtype=torch.uint8, device=memory.DEVICE)
+            self.marks = torch.zeros(max(1, len(seen.whole)), dtype=torch.uint8, device=memory.DEVICE)
 
     def run(
         self, replays: int, *, late: int = PRODUCER, delay_us: float = 0.0, serialized: bool = False,
