@@ -36,7 +36,8 @@ Memory = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Kernel:
-    """``late``: it triggers before its stores. ``busy_us``: without its waits it still does other things first."""
+    """``late``: it triggers at entry, before its own wait; else behind its stores. ``busy_us``: without its waits it
+    still does other things first."""
 
     run: Callable[[Memory], Iterator[None]]
     overlaps: bool = True
@@ -184,7 +185,7 @@ class SimulatedTrial:
 
     def run(
         self, replays: int, *, late: int = PRODUCER, delay_us: float = 0.0, serialized: bool = False,
-        full_behind: int | None = None,
+        full_behind: int | None = None, until: int | None = None,
     ) -> Counts:  # fmt: skip
         shot, seen = self.observer.shot, self.seen
         counter = Counter(replays, len(seen.whole))
@@ -197,23 +198,28 @@ class SimulatedTrial:
                 )  # fmt: skip
                 return lambda: self.observer.put(*content, generation)
 
-            rest, is_late = store(PRODUCER), late == PRODUCER and delay_us > 0
-            for index, kernel in enumerate(self.observer.kernels, 1):
+            pending, released = [store(PRODUCER)], late == PRODUCER and delay_us > 0
+            for index, kernel in enumerate(self.observer.kernels[:until], 1):
                 running = kernel.run(self.observer.tensors)
-                full = serialized or not kernel.overlaps or full_behind == index - 1
-                if full or not is_late:
-                    rest()
+                if serialized or not kernel.overlaps or full_behind == index - 1 or not released:
+                    for rest in pending:
+                        rest()
+                    pending = []
                 if index != late:
                     with suppress(StopIteration):
                         next(running)
-                if not full and is_late:
-                    rest()
-                rest = store(index) if index == late else (lambda running=running: list(running))  # type: ignore[misc]
-                is_late = index == late or kernel.late
-            rest()
+                pending.append(store(index) if index == late else (lambda running=running: list(running)))  # type: ignore[misc]
+                released = index == late or kernel.late
+            for rest in pending:
+                rest()
             end = memory.rows(POOL, seen.whole)
             self.observer.take(self._everything, end, generation)
-            counter.grade(end[generation], seen.final[generation], seen.whole)
+            want, region = seen.final, seen.whole
+            if until is not None:
+                want = self.observer.behind(until, seen.rows[until], seen)
+                region = Region.union((shot.given, *seen.writes[1 : until + 1]))
+            chosen = memory.selection(region, seen.whole)
+            counter.grade(torch.where(chosen, end[generation], 0), torch.where(chosen, want[generation], 0), seen.whole)
         return counter.result()
 
 

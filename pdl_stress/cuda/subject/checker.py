@@ -107,7 +107,7 @@ class Checker:
             return self.case
         runner = Runner(stream, own, counters, device, plan.time_limit)
         self.prober = Prober(self.shot, self.seen, observer, runner, Surgeon(finder))
-        self.trial = Trial(self.shot, self.seen, runner)
+        self.trial = Trial(self.shot, self.seen, observer, runner)
         with torch.cuda.stream(stream):
             self._compare_with_eager(observer)
         self.examine()
@@ -218,7 +218,7 @@ class Checker:
             twin = self.prober.probe(index, hazard.what, hazard.region, delay, PILOT, serialized=True)
             self._faults.append((index, hazard))
             if hazard.what == LATE and hazard.other != index - 1 and not twin.mismatches:
-                whole = self.trial.run(replays, late=hazard.other, delay_us=delay)
+                whole = self.trial.run(replays, late=hazard.other, delay_us=delay, until=index)
                 if not whole.mismatches:
                     self.case.untested.append(
                         f"{self.shot.labels[index]} reads {hazard.buffer} of {self.shot.labels[hazard.other]} before "
