@@ -126,6 +126,7 @@ class SimulatedProber:
     def __init__(self, observer: SimulatedObserver, seen: Observed) -> None:
         self.observer, self.seen, self.asked = observer, seen, []  # type: ignore[var-annotated]
         self.everything = memory.table(seen.whole)
+        self.patched: dict[str, str] = {}
 
     def probe(
         self, index: int, what: str, region: Region, delay_us: float, replays: int, *,
@@ -135,6 +136,8 @@ class SimulatedProber:
         kernel, seen = self.observer.kernels[index - 1], self.seen
         if patch is not None and not kernel.code:
             raise PdlStressError(f"no machine code of {kernel.label}")
+        if patch is not None:
+            self.patched[f"{kernel.label}, {patch}"] = "checked"
         before = seen.rows[index]
         wanted = self.observer.behind(index, before, seen)
         initial, late = before, memory.table(region, seen.whole)

@@ -137,6 +137,42 @@ def test_a_twin_that_no_window_catches_and_code_that_is_not_found_are_no_pass() 
     assert any("give its machine code with code=" in reason for reason in case.reasons)
 
 
+def test_what_was_seen_once_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that goes wrong in the first probe and never again."""
+    import simulated
+
+    probe, calls = simulated.SimulatedProber.probe, []
+
+    def flaky(self: object, index: int, what: str, *arguments: object, **settings: object) -> object:
+        counts = probe(self, index, what, *arguments, **settings)  # type: ignore[arg-type]
+        calls.append(what)
+        if len(calls) == 1:
+            counts.mismatches, counts.marks = 1, torch.zeros(9, dtype=torch.uint8)
+            counts.seen = counts.want = torch.zeros(144, dtype=torch.uint8)
+        return counts
+
+    monkeypatch.setattr(simulated.SimulatedProber, "probe", flaky)
+    case, _ = examine([Kernel(good)], "xo", "xo")
+    assert case.verdict is Outcome.FAIL
+    assert any(arm.mismatches == 1 for arm in case.arms)
+
+
+def test_how_machine_code_was_changed_is_kept() -> None:
+    case, _ = examine([Kernel(good)], "xo", "x")
+    assert case.sass == {"good, all waits removed": "checked", "good, loaded again": "checked"}
+
+
+def test_all_reads_are_late_together_in_the_widest_window() -> None:
+    def two(m: Memory) -> Iterator[None]:
+        yield
+        m["o"].copy_(m["x"] + m["w"])
+
+    case, _ = examine([Kernel(two, busy_us=50)], "xwo", "xw")
+    assert case.verdict is Outcome.PASS, case.reasons
+    (arm,) = [arm for arm in case.arms if arm.name == "all that it reads late before two"]
+    assert arm.delay_us == 100.0
+
+
 def test_too_few_replays_are_no_pass() -> None:
     case, _ = examine([Kernel(good)], "xo", "x", replays=500)
     assert case.verdict is Outcome.INCONCLUSIVE
@@ -213,6 +249,13 @@ def test_early_reads_that_only_a_late_trigger_protects_are_no_pass_and_no_fail()
     case, _ = examine([kernel("a", "x", "m"), between, kernel("c", "m", "o", reads=BEFORE)], "xmno", "x")
     assert case.verdict is Outcome.INCONCLUSIVE, case.reasons
     assert any("F07" in reason for reason in case.reasons)
+
+
+def test_a_wrong_result_that_a_later_kernel_overwrites_is_a_wrong_result() -> None:
+    last = kernel("c", "x", "w", overlaps=False)
+    case, _ = examine([kernel("a", "w", "x"), kernel("b", "y", "w", reads=BEFORE), last], "wxy", "wxy")
+    assert case.verdict is Outcome.FAIL, case.reasons
+    assert ("read", "producer", "b", "y") in blamed(case)
 
 
 def test_a_wait_behind_a_kernel_that_never_waits_is_no_promise() -> None:

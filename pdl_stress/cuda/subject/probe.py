@@ -98,6 +98,7 @@ class Prober:
 
         self.shot, self.seen, self.runner, self.surgeon = shot, seen, runner, surgeon
         self._observer = observer
+        self.patched: dict[str, str] = {}  # what was done to machine code, and how that was checked
         self._device = runner.device
         with runner.own.use():
             self.everything = memory.table(seen.whole)
@@ -144,7 +145,8 @@ class Prober:
         try:
             variant.only([index])
             if patch is not None:
-                self.surgeon.operate([variant.nodes[index]], patch)
+                lines = self.surgeon.operate([variant.nodes[index]], patch)
+                self.patched[f"{self.shot.labels[index]}, {patch}"] = "; ".join(lines)
             restore, first = variant.add(self._copy(self.everything, initial)), variant.add(stand_in)
             last = variant.add(self.runner.grade(table, expected, self.seen_words, self.marks))
             variant.edge(restore, first)
