@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated import Kernel, Memory, SimulatedObserver, examine, on_the_cpu, shot_of
 
-from pdl_stress import Outcome
+from pdl_stress import Outcome, Patch
 from pdl_stress.cuda.subject import memory
 from pdl_stress.cuda.subject.capturing import NotCheckable
 from pdl_stress.results import CaseResult
@@ -155,6 +156,32 @@ def test_what_was_seen_once_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -
     case, _ = examine([Kernel(good)], "xo", "xo")
     assert case.verdict is Outcome.FAIL
     assert any(arm.mismatches == 1 for arm in case.arms)
+
+
+@pytest.mark.parametrize(
+    ("which", "text"),
+    [
+        (lambda patch, serialized: patch == Patch(None) and serialized, "also with full edges"),
+        (lambda patch, serialized: patch == Patch(()), "its machine code cannot be exchanged like that"),
+    ],
+    ids=["the twin goes wrong behind a full edge too", "the code that was only loaded again goes wrong"],
+)
+def test_a_twin_that_is_caught_for_another_reason_shows_nothing(
+    which: Any, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import simulated
+
+    probe = simulated.SimulatedProber.probe
+
+    def spoilt(self: Any, *arguments: Any, patch: Any = None, serialized: bool = False) -> Any:
+        counts = probe(self, *arguments, patch=patch, serialized=serialized)
+        counts.mismatches += which(patch, serialized)
+        return counts
+
+    monkeypatch.setattr(simulated.SimulatedProber, "probe", spoilt)
+    case, _ = examine([Kernel(good)], "xo", "xo")
+    assert case.verdict is Outcome.INCONCLUSIVE, case.reasons
+    assert any(text in reason for reason in case.reasons), case.reasons
 
 
 def test_how_machine_code_was_changed_is_kept() -> None:
