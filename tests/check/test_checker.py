@@ -330,6 +330,35 @@ def test_a_state_is_put_back_and_everything_else_holds_another_generation() -> N
     assert case.verdict is Outcome.PASS, case.reasons
 
 
+def test_a_state_never_runs_away_while_it_is_looked_at() -> None:
+    """A position in a cache, say. One more step is as a second call; with each look another, it would be outside."""
+
+    def steps_on(m: Memory) -> Iterator[None]:
+        yield
+        assert m["s"][0] < 2, "it ran away"
+        m["o"].copy_(m["x"] + m["s"])
+        m["s"].add_(1)
+
+    case, _ = examine([Kernel(steps_on)], "xso", "x")
+    assert case.verdict is Outcome.PASS, case.reasons
+
+
+def test_gaps_are_not_filled_with_what_others_write() -> None:
+    def even(m: Memory) -> Iterator[None]:
+        yield
+        m["o"][::2].copy_(m["x"][::2])
+
+    def odd(m: Memory) -> Iterator[None]:
+        yield
+        m["o"][1::2].copy_(m["x"][1::2])
+
+    seen, tensors = observed([Kernel(even), Kernel(odd)], "xo", "x")
+    start = tensors["o"].data_ptr()
+    writes = seen.writes  # type: ignore[attr-defined]
+    assert not writes[1] & writes[2]
+    assert all(address < start + 32 - 4 for address, _ in writes[1].spans())
+
+
 def test_partial_writes_are_known_to_the_byte() -> None:
     def half(m: Memory) -> Iterator[None]:
         yield
