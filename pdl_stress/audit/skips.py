@@ -1,0 +1,132 @@
+"""Which branches decide about waiting: their conditions are followed, others are not, so that states stay few."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdl_stress.audit.conditions import Case, cases
+from pdl_stress.audit.expressions import Expression
+from pdl_stress.audit.graph import EXIT, Block, Edge, Graph
+from pdl_stress.audit.opcodes import WAIT, never
+from pdl_stress.audit.values import Values
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """An edge with what it tells. cases: conjunctions of facts, one of which holds; skips: it goes around a wait.
+
+    doubtful: whether it is taken is decided by something that may change from one turn of a loop to the next.
+    """
+
+    edge: Edge
+    cases: tuple[Case, ...]
+    skips: bool
+    doubtful: bool
+
+
+class Ways:
+    """The ways out of every block, with the facts that matter to waiting."""
+
+    def __init__(self, graph: Graph, values: Values) -> None:
+        self.graph, self.values = graph, values
+        self.waiting = frozenset(
+            block.index for block, ins in graph.instructions() if ins.base == WAIT and not never(ins)
+        )
+        self._subjects: set[Expression] = set()
+        self._leaves: set[Expression] = set()
+        self._tests: dict[tuple[int, int], Expression] = {}
+        skipping = self._skipping()
+        self._of: dict[int, tuple[Way, ...]] = {}
+        self._learn(skipping)
+        for block in graph.blocks:
+            self._of[block.index] = tuple(
+                self._way(block, index, edge, (block.index, index) in skipping)
+                for index, edge in enumerate(block.edges)
+            )
+
+    def out_of(self, block: Block) -> tuple[Way, ...]:
+        return self._of[block.index]
+
+    def guard(self, test: Expression) -> tuple[tuple[Case, ...], tuple[Case, ...], bool]:
+        """What holds where a guard holds, what where it does not, and whether that is doubtful."""
+        yes, no = self._kept(test, True), self._kept(test, False)
+        return yes, no, not test.stable
+
+    def is_relevant(self, test: Expression) -> bool:
+        return any(self._follows(literal.subject) for case in cases(test, True) or () for literal in case)
+
+    def _test(self, block: Block, index: int) -> Expression:
+        key = (block.index, index)
+        if key not in self._tests:
+            registers = self.values.at_end(block) if block.edges[index].tests else {}
+            self._tests[key] = self.values.test(block.edges[index].tests, registers)
+        return self._tests[key]
+
+    def _skipping(self) -> set[tuple[int, int]]:
+        """The edges, by block and number, that go around a wait to which another edge of the block leads."""
+        found: set[tuple[int, int]] = set()
+        if not self.waiting:
+            return found
+        reversed_graph = self.graph.digraph.reverse(copy=False)
+        before: set[int] = set(self.waiting)
+        todo = list(self.waiting)
+        while todo:
+            for block in reversed_graph.successors(todo.pop()):
+                if block not in before:
+                    before.add(block)
+                    todo.append(block)
+        for block in self.graph.blocks:
+            if len({edge.target for edge in block.edges}) + (block.exits is not None) < 2 or block.index not in before:
+                continue
+            join = self.graph.to_end.get(block.index, EXIT)
+            leads = [bool(self.graph.reaches({edge.target}, join) & self.waiting) for edge in block.edges]
+            if any(leads):
+                found |= {(block.index, index) for index, does in enumerate(leads) if not does}
+        return found
+
+    def _learn(self, skipping: set[tuple[int, int]]) -> None:
+        """The subjects of conditions that decide about waiting."""
+        tests = []
+        for index in {block for block, _ in skipping}:
+            block = self.graph.blocks[index]
+            tests += [self._test(block, edge) for edge in range(len(block.edges))]
+        for index in self.waiting:
+            for instruction, registers in self.values.walk(self.graph.blocks[index]):
+                if instruction.base == WAIT and instruction.guard and not never(instruction):
+                    tests.append(self.values.test((instruction.guard,), registers))
+        for test in tests:
+            for holds in (True, False):
+                for case in cases(test, holds) or ():
+                    for literal in case:
+                        self._subjects.add(literal.subject)
+                        self._leaves |= _thread_leaves(literal.subject)
+
+    def _follows(self, subject: Expression) -> bool:
+        return subject.stable and (subject in self._subjects or bool(_thread_leaves(subject) & self._leaves))
+
+    def _kept(self, test: Expression, holds: bool) -> tuple[Case, ...]:
+        found = cases(test, holds)
+        if found is None:
+            return ((),)
+        return tuple(dict.fromkeys(tuple(one for one in case if self._follows(one.subject)) for case in found))
+
+    def _way(self, block: Block, index: int, edge: Edge, skips: bool) -> Way:
+        if not edge.tests:
+            return Way(edge, ((),), skips, skips)
+        test = self._test(block, index)
+        return Way(edge, self._kept(test, edge.taken), skips, not test.stable)
+
+
+def _thread_leaves(expression: Expression) -> set[Expression]:
+    """The thread indices that an expression is computed from, where it is from nothing else."""
+    if expression.op == "thread" or (expression.op == "name" and expression.args[0] == "elected"):
+        return {expression}
+    if expression.number is not None:
+        return set()
+    found: set[Expression] = set()
+    for part in expression.parts():
+        inner = _thread_leaves(part)
+        if not inner and part.number is None:
+            return set()
+        found |= inner
+    return found
