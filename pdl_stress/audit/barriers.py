@@ -9,6 +9,7 @@ threads that meet at one barrier instruction meet there the same number of times
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import Enum
 
 from pdl_stress.audit.conditions import Facts, Literal
 from pdl_stress.audit.expressions import Expression, Scope
@@ -35,16 +36,24 @@ def behind_barrier(state: State, arriving: Iterable[State], elsewhere: Iterable[
     return state.status
 
 
-def behind_mbarrier(state: State, arriving: Iterable[State], first_phase: bool) -> Status:
-    """The status of a thread behind a wait on an mbarrier.
+class Phase(Enum):
+    """Which phase of an mbarrier a thread waits for when it first waits on it."""
 
-    arriving: the states of the threads at every place that may arrive on it. first_phase: whether the wait is known to
-    need the first phase to complete (a wait with the other parity returns at once from a fresh mbarrier).
+    FIRST = "first"
+    BEFORE = "before"
+    """The one before the first: on a fresh mbarrier such a wait returns at once (PTX ISA, `mbarrier.test_wait`)."""
+    UNKNOWN = "unknown"
+
+
+def behind_mbarrier(state: State, arriving: Iterable[State], phase: Phase) -> Status:
+    """The status of a thread behind a wait on an mbarrier, the first time that it waits there.
+
+    arriving: the states of the threads at every place that may arrive on it.
     """
-    if state.status.ordered:
+    if state.status.ordered or phase is Phase.BEFORE:
         return state.status
     here = [other for other in arriving if not _other_cta(state, other)]
-    if here and first_phase and all(other.status.ordered for other in here):
+    if here and phase is Phase.FIRST and all(other.status.ordered for other in here):
         return Status.BEHIND
     return Status.UNKNOWN if any(other.status is not Status.NOT for other in here) else state.status
 

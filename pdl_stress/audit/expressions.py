@@ -134,6 +134,33 @@ class Expressions:
         return self.make("and", a, b)
 
 
+def compute(expression: Expression, parts: list[int]) -> int | None:
+    """The number that an expression is if its parts are these numbers; None where that is not known."""
+    op, by = expression.op, expression.args[-1]
+    found: int | None = None
+    if op == "add":
+        found = sum(parts)
+    elif op == "neg":
+        found = -parts[0]
+    elif op == "mul":
+        found = parts[0] * parts[1]
+    elif op == "and":
+        found = parts[0] & parts[1]
+    elif op == "shl" and isinstance(by, int):
+        found = parts[0] << by
+    elif op == "shr" and isinstance(by, int):
+        found = parts[0] >> by
+    elif op.startswith("lop3.") and len(parts) == 3:
+        table, (a, b, c) = int(op.removeprefix("lop3."), 16), parts
+        rows = (
+            ((a if r & 4 else ~a) & (b if r & 2 else ~b) & (c if r & 1 else ~c)) for r in range(8) if table >> r & 1
+        )
+        found = 0
+        for row in rows:
+            found |= row
+    return None if found is None else found & 0xFFFFFFFF
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Origin:
     """Where a pointer is from. kind: `parameter` (its number and the byte within it), `space` (the address of the

@@ -7,6 +7,7 @@ branch whose target is not known makes the block *opaque*: what follows is judge
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -79,13 +80,17 @@ class Graph:
         return graph
 
     @cached_property
+    def component(self) -> dict[int, int]:
+        """The number of the loop nest that each block belongs to; a block in no loop has a number of its own."""
+        components = nx.strongly_connected_components(self.digraph)
+        return {block: number for number, members in enumerate(components) for block in members}
+
+    @cached_property
     def cyclic(self) -> frozenset[int]:
         """The blocks that a thread may run more than once."""
-        found: set[int] = set()
-        for component in nx.strongly_connected_components(self.digraph):
-            if len(component) > 1:
-                found |= component
-        return frozenset(found | {a for a, b in self.digraph.edges if a == b})
+        sizes = Counter(self.component.values())
+        looping = {block for block, number in self.component.items() if sizes[number] > 1}
+        return frozenset(looping | {a for a, b in self.digraph.edges if a == b})
 
     @cached_property
     def to_end(self) -> dict[int, int]:

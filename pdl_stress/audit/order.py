@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from pdl_stress.audit.barriers import behind_barrier, behind_mbarrier, behind_warp
+from pdl_stress.audit.barriers import Phase, behind_barrier, behind_mbarrier, behind_warp
 from pdl_stress.audit.conditions import Case
 from pdl_stress.audit.expressions import Expression, Scope
 from pdl_stress.audit.graph import Block, Graph
@@ -37,7 +37,7 @@ class _Point:
     kind: str
     test: Expression | None = None
     key: object = None
-    first_phase: bool = False
+    phase: Phase = Phase.UNKNOWN
 
 
 @dataclass
@@ -158,7 +158,7 @@ class Order:
             return [state.but(behind_barrier(state, here, elsewhere))]
         if point.kind == "mbarrier":
             arriving = [other for place in self._arriving_on(point.key) for other in self._arrivals.get(place, ())]
-            return [state.but(behind_mbarrier(state, arriving, point.first_phase))]
+            return [state.but(behind_mbarrier(state, arriving, point.phase))]
         return [state]
 
     def _meeting(self, point: _Point, site: Site) -> tuple[set[State], list[State]]:
@@ -191,20 +191,21 @@ class Order:
             test = self.values.test((instruction.guard,), registers) if instruction.guard else None
             if test is not None and test.op == "true":
                 test = None
-            key, first = self._barrier(kind, instruction, registers)
-            yield _Point(instruction, kind, test, key, first)
+            key, phase = self._barrier(kind, instruction, registers)
+            yield _Point(instruction, kind, test, key, phase)
 
-    def _barrier(self, kind: str, instruction: Instruction, registers: Registers) -> tuple[object, bool]:
-        """Which barrier it is, None where not known; and whether a wait on it needs the first phase to complete."""
+    def _barrier(self, kind: str, instruction: Instruction, registers: Registers) -> tuple[object, Phase]:
+        """Which barrier it is, None where not known; and which phase a first wait on it is for."""
         operands = instruction.operands
         if kind in ("barrier", "barrier arrive"):
             number = self.values.value(operands[0], registers).expression.number if operands else None
-            return number, False
+            return number, Phase.UNKNOWN
         if kind in ("mbarrier", "mbarrier arrive"):
             at = next((text for text in operands if parse(text).kind == "memory"), "")
-            parity = self.values.value(operands[-1], registers).expression.number
-            return self._address(at, registers), parity == 0
-        return None, False
+            parity = self.values.first(self.values.value(operands[-1], registers).expression)
+            phases = {frozenset({0}): Phase.FIRST, frozenset({1 << 31}): Phase.BEFORE}
+            return self._address(at, registers), phases.get(frozenset(parity or ()), Phase.UNKNOWN)
+        return None, Phase.UNKNOWN
 
     def _address(self, operand: str, registers: Registers) -> Expression | None:
         """The address of an mbarrier, None where it is not one fixed place in shared memory."""

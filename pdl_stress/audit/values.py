@@ -10,7 +10,7 @@ import networkx as nx
 
 from pdl_stress.audit.conditions import Conditions
 from pdl_stress.audit.evaluate import Evaluator
-from pdl_stress.audit.expressions import DEPTH, NOWHERE, Expression, Expressions, Scope, Value
+from pdl_stress.audit.expressions import DEPTH, NOWHERE, Expression, Expressions, Scope, Value, compute
 from pdl_stress.audit.graph import Block, Graph
 from pdl_stress.audit.image import Image
 from pdl_stress.audit.listing import BadListing, Instruction
@@ -33,6 +33,7 @@ class Values:
 
     def __post_init__(self) -> None:
         self.conditions = Conditions(self.made)
+        self._entering: dict[Expression, dict[int, Expression]] = {}
         self._evaluator = Evaluator(self.image, self.made, self.conditions)
         self._solve()
 
@@ -118,15 +119,16 @@ class Values:
             block = self.graph.blocks[index]
             after = self.at_end(block)
             for target in {edge.target for edge in block.edges}:
-                if self._join(target, after) and target not in queued:
+                if self._join(target, index, after) and target not in queued:
                     queued.add(target)
                     heapq.heappush(waiting, (order[target], target))
 
-    def _join(self, target: int, after: Registers) -> bool:
+    def _join(self, target: int, source: int, after: Registers) -> bool:
         """Whether what is known at the start of a block changed by a way to it."""
         before = self.entry.get(target)
         if before is None:
             self.entry[target] = dict(after)
+            self._enter(target, source, after)
             return True
         changed = False
         for name in before.keys() | after.keys():
@@ -143,7 +145,35 @@ class Values:
             if old is None or merged.expression is not old.expression or merged.origins != old.origins:
                 before[name] = merged
                 changed = True
+        self._enter(target, source, after)
         return changed
+
+    def _enter(self, target: int, source: int, after: Registers) -> None:
+        """Keeps what the registers of a loop hold when it is entered."""
+        if target not in self.graph.cyclic or self.graph.component[target] == self.graph.component[source]:
+            return
+        for name, value in after.items():
+            here = self.made.make("name", f"{name} into {target}", scope=Scope.UNKNOWN, stable=False)
+            self._entering.setdefault(here, {})[source] = value.expression
+
+    def first(self, expression: Expression) -> set[int] | None:
+        """The numbers that an expression may be at its first use; None where they are not known."""
+        if expression.number is not None:
+            return {expression.number}
+        if expression.op == "name":
+            entering = self._entering.get(expression)
+            found: set[int] = set()
+            for one in entering.values() if entering else ():
+                numbers = self.first(one) if one is not expression else None
+                if numbers is None:
+                    return None
+                found |= numbers
+            return found or None
+        parts = [self.first(part) for part in expression.parts()]
+        if not parts or any(part is None or len(part) != 1 for part in parts):
+            return None
+        number = compute(expression, [next(iter(part)) for part in parts if part])
+        return None if number is None else {number}
 
 
 def _flat(value: Value) -> Value:
