@@ -26,6 +26,7 @@ MAX_DEPTH = 8  # calls within calls
 _JUMPS = {"BRA", "JMP", "BRX", "BRXU", "JMX", "JMXU"}
 _INDIRECT = {"BRX", "BRXU", "JMX", "JMXU"}
 _ENDS = {"EXIT", "KILL", "RTT"}
+_SERVICES = {"vprintf", "__assertfail", "malloc", "free"}
 _VARYING = ("DIV", "CONV", "ANY")  # forms of a branch that look at other threads
 EXIT = -1
 """The block behind every exit, of the graph that `Graph.to_end` is computed on."""
@@ -59,6 +60,8 @@ class Block:
     edges: list[Edge] = field(default_factory=list)
     exits: str | None = None
     opaque: bool = False
+    clobbers: bool = False
+    """It ends in a call that is not followed, which may change the registers that callers save."""
 
     def place(self, instruction: Instruction) -> str:
         return f"{self.function}+{instruction.offset:#x}"
@@ -228,11 +231,15 @@ class _Builder:
 
     def _call(self, block: Block, call: Instruction, after: int, place: Place, returns: tuple[Any, ...]) -> None:
         tests, _ = _tests(call)
-        target = self._callee(call, place)
+        target = self._callee(block, call, place)
+        if isinstance(target, str):  # a service of the driver: it knows nothing of PDL, and returns
+            block.clobbers = True
+            block.edges.append(Edge(self._block(place, after, returns), tests=tests))
+            return
         if target is None or len(place[0]) >= MAX_DEPTH or call.offset in place[0]:
             why = "its target is not known" if target is None else "calls are nested too deep, or recursive"
             self.notes.append(f"{block.place(call)}: {call} is not followed, {why}")
-            block.opaque = True
+            block.clobbers = True
             block.edges.append(Edge(self._block(place, after, returns), tests=tests, opaque=True))
             return
         name, offset = target
@@ -240,7 +247,13 @@ class _Builder:
         entered = self._block(inner, offset, (*returns, (place, after, returns)))
         block.edges.append(Edge(entered, tests=tests))
 
-    def _callee(self, call: Instruction, place: Place) -> tuple[str, int] | None:
+    def _callee(self, block: Block, call: Instruction, place: Place) -> tuple[str, int] | str | None:
+        """The function and offset that a call goes to, or the name of a service of the driver."""
+        linked = self._linked(block, call)
+        if linked in self.functions:
+            return linked, 0
+        if linked.startswith("__cuda_syscall") or linked in _SERVICES:
+            return linked
         for operand in reversed(call.operands):
             name = operand.strip("`()")
             for home, offset in ((place[1], self.image.locals.get((place[1], name))), (name, 0)):
@@ -248,6 +261,24 @@ class _Builder:
                     return home, offset
         targets = _targets(call)
         return (place[1], targets[0]) if targets else None
+
+    def _linked(self, block: Block, call: Instruction) -> str:
+        """The symbol that a call through a register goes to, as the code before it loads its address; or ""."""
+        wanted = next((text.split(".")[0] for text in call.operands if text.startswith(("R", "UR"))), "")
+        numbers: dict[str, int] = {}
+        found = ""
+        for instruction in block.instructions[:-1]:
+            operands = instruction.operands
+            if len(operands) != 2 or instruction.guard:
+                continue
+            source = parse(operands[1])
+            if instruction.base in ("MOV", "UMOV") and source.kind == "number":
+                numbers[operands[0]] = source.value
+            elif instruction.base in ("LDC", "ULDC", "LDCU") and operands[0] == wanted:
+                index = operands[1].removeprefix("c[0x4][").rstrip("]")
+                offset = source.value if source.kind == "cell" and source.bank == 4 else numbers.get(index, -1)
+                found = self.image.links.get(offset, "")
+        return found
 
     def _lose(self, block: Block, note: str) -> None:
         self.notes.append(note)

@@ -38,13 +38,15 @@ class Image:
     """One kernel's facts. base: where its parameters begin in constant bank 0, None where the cubin does not say.
 
     locals: offsets of the device functions that stand inside a section, by (section's function, symbol).
-    indirect: targets of indirect branches by the offset of the branch.
+    indirect: targets of indirect branches by the offset of the branch. links: the symbols whose addresses stand in
+    constant bank 4, by their place there.
     """
 
     parameters: tuple[Parameter, ...] = ()
     base: int | None = None
     locals: dict[tuple[str, str], int] = field(default_factory=dict)
     indirect: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    links: dict[int, str] = field(default_factory=dict)
 
     def parameter_at(self, offset: int) -> Parameter | None:
         """The parameter that covers a byte of constant bank 0."""
@@ -58,7 +60,7 @@ def images(cubin: bytes, kernels: tuple[str, ...]) -> dict[str, Image]:
     """The facts of the kernels named, by name. Raises BadCubin where the records are damaged."""
     found = sections(cubin)
     by_name = {section.name: section for section in found}
-    local_functions = _locals(cubin, found)
+    local_functions, links = _locals(cubin, found), _links(cubin, found)
     result = {}
     for kernel in kernels:
         section = by_name.get(f".nv.info.{kernel}")
@@ -74,7 +76,7 @@ def images(cubin: bytes, kernels: tuple[str, ...]) -> dict[str, Image]:
             elif attribute == _INDIRECT:
                 indirect |= _targets(value)
         parameters = tuple(sorted((Parameter(p.ordinal, p.offset + (base or 0), p.size) for p in raw), key=_ordinal))
-        result[kernel] = Image(parameters if base is not None else (), base, local_functions, indirect)
+        result[kernel] = Image(parameters if base is not None else (), base, local_functions, indirect, links)
     return result
 
 
@@ -111,9 +113,8 @@ def _targets(value: bytes) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def _locals(cubin: bytes, found: list[Section]) -> dict[tuple[str, str], int]:
-    """Where each function symbol stands in its section, by (the section's function, the symbol)."""
-    offsets = {}
+def _symbols(cubin: bytes, found: list[Section]) -> Iterator[tuple[str, int, int, int]]:
+    """(name, kind, section, value) of every symbol."""
     for table in found:
         if table.kind != _SYMTAB or table.link >= len(found):
             continue
@@ -121,7 +122,27 @@ def _locals(cubin: bytes, found: list[Section]) -> dict[tuple[str, str], int]:
         names = cubin[strings.offset : strings.offset + strings.size]
         for at in range(table.offset, table.offset + table.size - 23, 24):
             name_at, info, _, home, value, _ = struct.unpack_from("<IBBHQQ", cubin, at)
-            if info & 0xF == _FUNCTION and home < len(found) and found[home].name.startswith(".text."):
-                name = names[name_at : names.find(b"\0", name_at)].decode(errors="replace")
-                offsets[found[home].name.removeprefix(".text."), name] = value
-    return offsets
+            yield names[name_at : names.find(b"\0", name_at)].decode(errors="replace"), info & 0xF, home, value
+
+
+def _locals(cubin: bytes, found: list[Section]) -> dict[tuple[str, str], int]:
+    """Where each function symbol stands in its section, by (the section's function, the symbol)."""
+    return {
+        (found[home].name.removeprefix(".text."), name): value
+        for name, kind, home, value in _symbols(cubin, found)
+        if kind == _FUNCTION and home < len(found) and found[home].name.startswith(".text.")
+    }
+
+
+def _links(cubin: bytes, found: list[Section]) -> dict[int, str]:
+    """The symbols whose addresses the loader writes into constant bank 4."""
+    names = [name for name, *_ in _symbols(cubin, found)]
+    links = {}
+    for section in found:
+        if section.name in (".rela.nv.constant4", ".rel.nv.constant4"):
+            size = 24 if section.name.startswith(".rela") else 16
+            for at in range(section.offset, section.offset + section.size - size + 1, size):
+                offset, info = struct.unpack_from("<QQ", cubin, at)
+                if info >> 32 < len(names):
+                    links[offset] = names[info >> 32]
+    return links

@@ -48,6 +48,8 @@ class Values:
         registers = dict(self.entry.get(block.index, {}))
         for instruction in block.instructions:
             self._step(block, instruction, registers)
+        if block.clobbers:
+            return {name: value for name, value in registers.items() if _kept_by_calls(name)}
         return registers
 
     def test(self, predicates: tuple[str, ...], registers: Registers) -> Expression:
@@ -174,6 +176,12 @@ class Values:
             return None
         number = compute(expression, [next(iter(part)) for part in parts if part])
         return None if number is None else {number}
+
+
+def _kept_by_calls(name: str) -> bool:
+    """Whether a called function hands the register back as it was: R16 to R31 and every second eight from R40 on."""
+    number = int(name[1:]) if name[0] == "R" else 0
+    return 16 <= number < 32 or (number >= 40 and number // 8 % 2 == 1)
 
 
 def _flat(value: Value) -> Value:
