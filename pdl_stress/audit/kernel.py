@@ -115,6 +115,7 @@ def audit_kernel(name: str, arch: str, functions: dict[str, Function], image: Im
 
 
 def _touches(graph: Graph, values: Values, order: Order, image: Image) -> Iterator[Touch]:
+    triggers = _Triggers(graph)
     for block in graph.blocks:
         if block.index not in values.entry:
             continue
@@ -140,8 +141,30 @@ def _touches(graph: Graph, values: Values, order: Order, image: Image) -> Iterat
                 when,
                 frozenset(state.cause for state in late),
                 min(late, key=str) if late else None,
-                any(state.triggered for state in states),
+                triggers.before(block.index, instruction.offset),
             )
+
+
+class _Triggers:
+    """Whether some thread of the CTA may have triggered when an access is made; one trigger counts for the CTA (R4)."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._at = {
+            (block.index, one.offset) for block, one in graph.instructions() if one.base == TRIGGER and not never(one)
+        }
+        self._behind: set[int] = set()
+        for index, _ in self._at:
+            self._behind |= graph.reaches({edge.target for edge in graph.blocks[index].edges})
+
+    def before(self, block: int, offset: int) -> bool:
+        """A trigger leads to the access; or the access to no trigger, so that another thread may be ahead."""
+        if not self._at:
+            return False
+        if block in self._behind or any(index == block and at < offset for index, at in self._at):
+            return True
+        ahead = self._graph.reaches({edge.target for edge in self._graph.blocks[block].edges})
+        return not any(index in ahead or (index == block and at > offset) for index, at in self._at)
 
 
 def _origins(
