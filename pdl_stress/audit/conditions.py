@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pdl_stress.audit.expressions import Expression, Expressions, Scope
 
 MAX_CASES = 8  # conjunctions that one condition may be split into; beyond, nothing is concluded from it
-_TOP = (1 << 32) - 1
 _THREADS = 1023
 
 
@@ -212,8 +211,9 @@ def _preimage(subject: Expression, low: int, high: int) -> tuple[Expression, int
     if subject.op == "add" and len(parts) == 2 and (number := parts[1].number) is not None:
         return _preimage(parts[0], low - _signed(number), high - _signed(number))
     if subject.op == "and" and (mask := parts[1].number) is not None:
-        unit = (~mask & _TOP) + 1  # a mask that clears low bits only rounds down
-        if unit & (unit - 1) == 0 and unit <= 1 << 16:
+        # A mask that clears low bits alone, of those that the number may have, rounds down.
+        unit, most = mask & -mask, (1 << max(span(parts[0])[1], 0).bit_length()) - 1
+        if span(parts[0])[0] >= 0 and unit and mask & most == most & ~(unit - 1):
             return _preimage(parts[0], -(-low // unit) * unit, high // unit * unit + unit - 1)
     return subject, low, high
 

@@ -95,7 +95,9 @@ class Evaluator:
         elif operand.kind == "cell":
             value = self._cell(operand.bank, operand.value)
         else:
-            return Value(self.made.make("name", operand.text, scope=Scope.UNKNOWN, stable=False), frozenset({UNKNOWN}))
+            return Value(
+                self.made.make("unread", operand.text, scope=Scope.UNKNOWN, stable=False), frozenset({UNKNOWN})
+            )
         if operand.changed:
             return Value(self.made.make("part", operand.text[:1], value.expression), value.origins)
         return Value(self.made.negated(value.expression)) if operand.negative else value

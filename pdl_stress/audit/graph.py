@@ -1,6 +1,7 @@
 """The control-flow graph of one kernel: basic blocks, with its device functions copied in at every call.
 
-Branch targets are offsets in the listing. A call is followed into the function that stands in the same section or has
+Branch targets are offsets in the listing. WARPSYNC.COLLECTIVE names where its threads go on after what stands between
+it and ENDCOLLECTIVE, which is where the code goes on anyway. A call is followed into the function that stands in the same section or has
 a listing of its own; each call site has its own copy, so that what one caller did is not mixed with another. A call or
 branch whose target is not known makes the block *opaque*: what follows is judged unknown, never right or wrong.
 """
@@ -162,7 +163,7 @@ class _Builder:
         for instruction in function.instructions:
             if _ends_block(instruction):
                 found.add(instruction.offset + SLOT)
-            if instruction.base in _JUMPS or instruction.base == "WARPSYNC" or instruction.base == "CALL":
+            if instruction.base in _JUMPS or instruction.base == "CALL":
                 found |= set(_targets(instruction))
         return found
 
@@ -213,9 +214,6 @@ class _Builder:
             if not targets:
                 self._lose(block, f"{block.place(last)}: the targets of {last} are not known")
             otherwise()
-        elif last.base == "WARPSYNC" and _targets(last):
-            go(_targets(last)[0])
-            go(after)
         elif last.base == "CALL":
             self._call(block, last, after, place, returns)
             otherwise()
@@ -287,12 +285,7 @@ class _Builder:
 
 def _ends_block(instruction: Instruction) -> bool:
     base = instruction.base
-    return (
-        base in _JUMPS
-        or base in _ENDS
-        or base in ("CALL", "RET")
-        or (base == "WARPSYNC" and bool(_targets(instruction)))
-    )
+    return base in _JUMPS or base in _ENDS or base in ("CALL", "RET")
 
 
 def _tests(instruction: Instruction) -> tuple[tuple[str, ...], bool]:
