@@ -57,7 +57,7 @@ class Finding:
     @property
     def fingerprint(self) -> str:
         """The same for the same finding in another build: it holds no offset."""
-        key = "\0".join((self.rule, self.kernel, self.subject))
+        key = "\0".join((self.rule, self.kernel, self.arch, self.subject))
         return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 

@@ -1,9 +1,10 @@
 """The control-flow graph of one kernel: basic blocks, with its device functions copied in at every call.
 
 Branch targets are offsets in the listing. WARPSYNC.COLLECTIVE names where its threads go on after what stands between
-it and ENDCOLLECTIVE, which is where the code goes on anyway. A call is followed into the function that stands in the same section or has
-a listing of its own; each call site has its own copy, so that what one caller did is not mixed with another. A call or
-branch whose target is not known makes the block *opaque*: what follows is judged unknown, never right or wrong.
+it and ENDCOLLECTIVE, which is where the code goes on anyway. A call is followed into the function that stands in the
+same section or has a listing of its own; each call site has its own copy, so that what one caller did is not mixed with
+another. A call or branch whose target is not known makes the block *opaque*: what follows is judged unknown, never
+right or wrong.
 """
 
 from __future__ import annotations

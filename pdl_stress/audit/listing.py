@@ -30,13 +30,17 @@ class BadListing(PdlStressError):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One slot. guard: `""` (always), `P0`, `!P0`, `UP0`. operands: as nvdisasm writes them. line: file and number."""
+    """One slot. guard: `""` (always), `P0`, `!P0`, `UP0`. operands: as nvdisasm writes them. line: file and number.
+
+    meets: nvdisasm calls it an inter-warp barrier.
+    """
 
     offset: int
     opcode: str
     guard: str = ""
     operands: tuple[str, ...] = ()
     line: tuple[str, int] | None = None
+    meets: bool = False
 
     @property
     def base(self) -> str:
@@ -136,7 +140,9 @@ def _instruction(slot: Any, offset: int, name: str, line: tuple[str, int] | None
         raise BadListing(f"nvdisasm lists no opcode at {place}")
     if not isinstance(guard, str) or not isinstance(operands, str):
         raise BadListing(f"nvdisasm lists a guard or operands that are no text at {place}")
-    return Instruction(offset, opcode, guard.removeprefix("@"), split_operands(operands), line)
+    attributes = slot.get("other-attributes")
+    meets = isinstance(attributes, dict) and "inter-warp-barrier" in attributes
+    return Instruction(offset, opcode, guard.removeprefix("@"), split_operands(operands), line, meets)
 
 
 def split_operands(text: str) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ from pdl_stress.audit.operands import following, parse
 
 WAIT, TRIGGER = "ACQBULK", "PREEXIT"
 
-BARRIERS = {"BAR"}
 CLUSTER_ARRIVE, CLUSTER_WAIT = "UCGABAR_ARV", "UCGABAR_WAIT"
 WARP_JOINS = {"BSYNC", "WARPSYNC"}
 """They hold the threads of a warp until all that take part have arrived."""
@@ -64,6 +63,7 @@ _ACCESSES: dict[str, tuple[Access, Proxy, int]] = {
     "TLD4": (Access.READ, Proxy.GLOBAL, -1),
 }
 
+_NO_DATA = {"CCTL", "CCTLL", "CCTLT", "UTMACCTL", "UTMAPF", "UBLKPF", "CCTLP", "PREFETCH"}
 _PURE_SHARED = {"LDS", "LDSM", "STS", "STSM", "ATOMS", "LDL", "STL"}
 _NO_RESULT = {
     *("ST", "STG", "STS", "STL", "STSM", "RED", "REDG", "LDGSTS", "BAR", "BRA", "EXIT", "BSSY", "BSYNC", "WARPSYNC"),
@@ -91,7 +91,9 @@ def access(instruction: Instruction) -> tuple[Access, Proxy, str] | None:
             return None
         return (Access.WRITE, Proxy.ASYNC, memory[0]) if forms[0] == "G" else (Access.READ, Proxy.ASYNC, memory[1])
     found = _ACCESSES.get(base)
-    if found is None or "PREFETCH" in instruction.modifiers:
+    if found is None and base not in _NO_DATA and any(text.startswith("desc[") for text in memory):
+        found = (Access.UPDATE, Proxy.GLOBAL, len(memory) - 1)  # not known, but it has a global address
+    if found is None:
         return None
     kind, proxy, index = found
     operand = memory[index] if 0 <= index < len(memory) else (memory[-1] if memory and index >= 0 else "")
@@ -164,6 +166,20 @@ def is_load_of_state(instruction: Instruction) -> bool:
     if base in _PURE_SHARED or access(instruction) is not None:
         return True
     return base in (
-        *("SHFL", "VOTE", "VOTEU", "MATCH", "REDUX", "CREDUX", "SYNCS", "S2R", "S2UR", "CS2R", "CS2UR", "ELECT"),
+        *(
+            "SHFL",
+            "VOTE",
+            "VOTEU",
+            "MATCH",
+            "REDUX",
+            "CREDUX",
+            "SYNCS",
+            "USYNCS",
+            "S2R",
+            "S2UR",
+            "CS2R",
+            "CS2UR",
+            "ELECT",
+        ),
         *("LDTM", "NANOTRAP", "QSPC", "LEPC", "BMOV", "B2R", "GETLMEMBASE", "UTCATOMSWS", "R2P"),
     )

@@ -159,6 +159,8 @@ class Order:
         if point.kind == "mbarrier":
             arriving = [other for place in self._arriving_on(point.key) for other in self._arrivals.get(place, ())]
             return [state.but(behind_mbarrier(state, arriving, point.phase))]
+        if point.kind == "unknown barrier" and state.status is Status.NOT:
+            return [state.but(Status.UNKNOWN)]
         return [state]
 
     def _meeting(self, point: _Point, site: Site) -> tuple[set[State], list[State]]:
@@ -249,13 +251,15 @@ def _kind(instruction: Instruction) -> str | None:
         return "cluster arrive"
     if base == CLUSTER_WAIT:
         return "cluster"
-    if base == "SYNCS":
+    if base in ("SYNCS", "USYNCS"):
         return "mbarrier" if "PHASECHK" in parts else "mbarrier arrive" if "EXCH" not in parts else None
     if base in ("ARRIVES", "UTCBAR"):
         return "mbarrier arrive"
     if base == "MEMBAR":
         return "fence"
-    return "access" if access(instruction) is not None else None
+    if access(instruction) is not None:
+        return "access"
+    return "unknown barrier" if instruction.meets else None
 
 
 def _apart(a: Expression, b: Expression) -> bool:

@@ -217,5 +217,5 @@ def _judged(kernel: Kernel, file: str, question: Question) -> Audited:
         found,
         declared is not None or question.strict,
         derive(kernel),
-        explain(case, found) if kernel.name == question.explained else "",
+        explain(case, found) if question.explained and question.explained in kernel.name else "",
     )
