@@ -117,6 +117,10 @@ class Evaluator:
         return Value(cell, frozenset({Origin("symbol" if bank == 4 else "constant")}))
 
     def _constants(self, names: list[str], operand: Operand, found: dict[str, Value]) -> None:
+        if operand.kind == "bank":  # an entry of a table: as good as its index
+            indices = [self._read(name).expression for name in address(operand.text).registers]
+            if indices and operand.text.startswith("c["):
+                found[names[0]] = Value(self.made.make("table", operand.text, *indices), frozenset({UNKNOWN}))
         if operand.kind != "cell":
             return
         for index, name in enumerate(names):

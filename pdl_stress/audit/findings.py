@@ -109,7 +109,9 @@ class Case:
 
 
 def reason(touch: Touch) -> Cause:
-    """The one cause that a finding names."""
+    """The one cause that a finding names. A load that the compiler took out of a loop comes early on every path."""
+    if touch.non_coherent and touch.wait_follows:
+        return Cause.EARLY
     return next((cause for cause in (Cause.PATH, Cause.WARPS, Cause.EARLY) if cause in touch.causes), Cause.EARLY)
 
 

@@ -41,12 +41,14 @@ Place = tuple[tuple[int, ...], str]
 class Edge:
     """target: a block. tests: predicates (`P0`, `!UP0`) that all hold where `taken`, else that do not all hold.
 
-    No tests: always. opaque: nothing is known about when it is taken, or what happens on the way.
+    No tests: always. select: of an indirect branch, the register that it goes by, and which of its targets this is.
+    opaque: nothing is known about when it is taken, or what happens on the way.
     """
 
     target: int
     tests: tuple[str, ...] = ()
     taken: bool = True
+    select: tuple[str, int] | None = None
     opaque: bool = False
 
 
@@ -210,8 +212,11 @@ class _Builder:
             otherwise()
         elif last.base in _JUMPS:
             targets = self.image.indirect.get(last.offset, ()) if last.base in _INDIRECT else _targets(last)
-            for target in targets:
-                go(target, tests=() if len(targets) > 1 or opaque else tests)
+            for number, target in enumerate(targets):
+                if last.base in _INDIRECT:
+                    go(target, select=(last.operands[0], number))
+                else:
+                    go(target, tests=() if opaque else tests)
             if not targets:
                 self._lose(block, f"{block.place(last)}: the targets of {last} are not known")
             otherwise()

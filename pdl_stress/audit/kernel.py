@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import networkx as nx
+
 from pdl_stress.audit.expressions import Expression, Origin, Value
 from pdl_stress.audit.graph import Block, Graph, build
 from pdl_stress.audit.image import Image, Parameter
@@ -42,6 +44,8 @@ class Touch:
     causes: frozenset[Cause]
     before: State | None
     after_trigger: bool
+    wait_follows: bool = False
+    """A wait can be reached from it."""
 
     @property
     def non_coherent(self) -> bool:
@@ -116,6 +120,8 @@ def audit_kernel(name: str, arch: str, functions: dict[str, Function], image: Im
 
 def _touches(graph: Graph, values: Values, order: Order, image: Image) -> Iterator[Touch]:
     triggers = _Triggers(graph)
+    waits = order.ways.waiting
+    leading = waits.union(*(nx.ancestors(graph.digraph, block) for block in waits))
     for block in graph.blocks:
         if block.index not in values.entry:
             continue
@@ -142,6 +148,7 @@ def _touches(graph: Graph, values: Values, order: Order, image: Image) -> Iterat
                 frozenset(state.cause for state in late),
                 min(late, key=str) if late else None,
                 triggers.before(block.index, instruction.offset),
+                block.index in leading,
             )
 
 

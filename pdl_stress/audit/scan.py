@@ -75,7 +75,7 @@ class Report:
     @property
     def outcome(self) -> Outcome:
         """FAIL: an error was found. ERROR: something was not read. INCONCLUSIVE: a kernel with a contract, or every
-        kernel, is undecided, or there was none to decide about. PASS: none of these."""
+        kernel, is undecided, or there was none to decide about. ORDERED: none of these; no kernel ran."""
         found = {finding.severity for finding in self.findings()}
         if Severity.ERROR in found:
             return Outcome.FAIL
@@ -84,7 +84,7 @@ class Report:
         bound = [kernel for kernel in self.kernels if kernel.declared and kernel.undecided]
         if bound or all(kernel.undecided for kernel in self.kernels):
             return Outcome.INCONCLUSIVE
-        return Outcome.PASS
+        return Outcome.ORDERED
 
     def add(self, other: Report) -> None:
         self.kernels += other.kernels

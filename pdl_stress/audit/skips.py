@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdl_stress.audit.conditions import Case, cases
+from pdl_stress.audit.conditions import Case, Literal, cases
 from pdl_stress.audit.expressions import Expression
 from pdl_stress.audit.graph import EXIT, Block, Edge, Graph
 from pdl_stress.audit.opcodes import WAIT, never
@@ -89,7 +89,10 @@ class Ways:
         tests = []
         for index in {block for block, _ in skipping}:
             block = self.graph.blocks[index]
-            tests += [self._test(block, edge) for edge in range(len(block.edges))]
+            for edge in block.edges:
+                if (subject := self._selector(block, edge)) is not None:
+                    self._subjects.add(subject)
+            tests += [self._test(block, number) for number in range(len(block.edges))]
         for index in self.waiting:
             for instruction, registers in self.values.walk(self.graph.blocks[index]):
                 if instruction.base == WAIT and instruction.guard and not never(instruction):
@@ -101,6 +104,12 @@ class Ways:
                         self._subjects.add(literal.subject)
                         self._leaves |= _thread_leaves(literal.subject)
 
+    def _selector(self, block: Block, edge: Edge) -> Expression | None:
+        """What an indirect branch goes by: an expression that has another number on each of its edges."""
+        if edge.select is None:
+            return None
+        return self.values.made.make("target", self.values.value(edge.select[0], self.values.at_end(block)).expression)
+
     def _follows(self, subject: Expression) -> bool:
         return subject.stable and (subject in self._subjects or bool(_thread_leaves(subject) & self._leaves))
 
@@ -111,6 +120,9 @@ class Ways:
         return tuple(dict.fromkeys(tuple(one for one in case if self._follows(one.subject)) for case in found))
 
     def _way(self, block: Block, index: int, edge: Edge, skips: bool) -> Way:
+        if (subject := self._selector(block, edge)) is not None and edge.select is not None:
+            case = (Literal(subject, edge.select[1], edge.select[1]),) if self._follows(subject) else ()
+            return Way(edge, (case,), skips, not subject.stable)
         if not edge.tests:
             return Way(edge, ((),), skips, skips)
         test = self._test(block, index)

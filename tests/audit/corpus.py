@@ -41,8 +41,8 @@ __device__ __forceinline__ void bulk(void* to, const void* from, u32 bytes, u64*
                  ::"r"(sh(to)), "l"(from), "r"(bytes), "r"(sh(bar)) : "memory");
 }
 __device__ __forceinline__ void tensor(void* to, const TensorMap* map, u64* bar) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                 ::"r"(sh(to)), "l"(map), "r"(0), "r"(0), "r"(sh(bar)) : "memory");
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%2, %3}], [%4];" ::"r"(sh(to)), "l"(map), "r"(0), "r"(0), "r"(sh(bar)) : "memory");
 }
 __device__ __noinline__ float far_load(const float* p, int i) { return ld(p + i) * 3.0f + ld(p + i + 1); }
 __device__ __noinline__ void far_store(float* p, int i, float v) { st(p + i, v); st(p + i + 7, v); }
@@ -77,7 +77,8 @@ SHAPES = {
     "bulk": """__shared__ alignas(128) float s[1024]; __shared__ u64 bar; if (tid == 0) init(&bar, 1); __syncthreads();
         PRE; GATE; if (tid == 0) { expect(&bar, 4096); bulk(s, x, 4096, &bar); }
         poll(&bar, 0); acc += s[tid]; st(y + i, acc); END;""",
-    "tensor": """__shared__ alignas(128) float s[1024]; __shared__ u64 bar; if (tid == 0) init(&bar, 1); __syncthreads();
+    "tensor": """__shared__ alignas(128) float s[1024]; __shared__ u64 bar; if (tid == 0) init(&bar, 1);
+        __syncthreads();
         PRE; GATE; if (warp == 0 && elected()) { expect(&bar, 4096); tensor(s, &map, &bar); }
         poll(&bar, 0); acc += s[tid]; st(y + i, acc); END;""",
     "helper": "PRE; GATE; acc += far_load(x, i); far_store(y, i, acc); END;",
@@ -135,7 +136,8 @@ VARIANTS = {
     "F10_red": Variant(pre="atomicAdd(counter + 1, flag)", fault="F10", rules=frozenset({"updates-before-wait"})),
     "F01_helper": Variant(pre="acc += far_load(x, i)", fault="F01", rules=READ),
     "F01_copy": Variant(
-        pre='__shared__ float t[1]; asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(sh(t)), "l"(x) : "memory")',
+        pre='__shared__ float t[1]; asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"'
+        ' ::"r"(sh(t)), "l"(x) : "memory")',
         fault="F01",
         rules=READ,
     ),

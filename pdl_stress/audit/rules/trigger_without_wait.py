@@ -10,7 +10,8 @@ ID = "trigger-without-wait"
 
 
 def check(case: Case) -> Iterator[Finding]:
-    if case.kernel.triggers and not case.kernel.waits and not case.strict and case.attribute is None:
+    unsaid = not case.strict and case.attribute is None and case.declared is None
+    if case.kernel.triggers and not case.kernel.waits and unsaid:
         yield about_kernel(
             case,
             ID,
