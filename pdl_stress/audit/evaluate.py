@@ -159,7 +159,8 @@ class Evaluator:
     def _arithmetic(self, instruction: Instruction, operands: list[Operand]) -> Value | None:
         """The main result; None where it is not known."""
         base, opcode, made = instruction.base, instruction.opcode, self.made
-        inputs = [operand for operand in operands[1:] if operand.kind != "predicate"]
+        start = 2 if operands[0].kind == "predicate" else 1  # a predicate result stands before the register
+        inputs = [operand for operand in operands[start:] if operand.kind != "predicate"]
         values = [self._value(operand) for operand in inputs]
         parts = set(instruction.modifiers)
         if opcode in _MOVES or (base in ("MOV", "R2UR") and inputs):
@@ -221,6 +222,8 @@ class Evaluator:
             return Value(self.made.shifted("shl", low, by.number))
         if "R" in parts and ("HI" in parts) and low.number == 0:
             signed = any(part.startswith("S") for part in parts)
+            if by.number == 31 and _positive(high):  # the sign, as a division by a power of two asks for it
+                return Value(self.made.number(0))
             return None if signed and not _positive(high) else Value(self.made.shifted("shr", high, by.number))
         if "R" in parts and "HI" not in parts and high.number == 0 and "U32" in parts:
             return Value(self.made.shifted("shr", low, by.number))

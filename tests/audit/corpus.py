@@ -117,6 +117,7 @@ VARIANTS = {
     "both": Variant(gate="if (flag) { acc += 2; WAIT; } else { acc *= 3; WAIT; }"),
     "early_trigger": Variant(pre="TRIGGER", end=""),
     "in_helper": Variant(gate="far_wait(y)"),
+    "shuffled": Variant(gate="if (__shfl_sync(~0u, tid / 32, 0) == 3) WAIT; __syncthreads()"),
     "named": Variant(gate='if (warp == 1) WAIT; asm volatile("bar.sync 1, 256;" ::: "memory")'),
     # faulty
     "F01": Variant(pre="acc += ld(x + i + 1)", fault="F01", rules=READ),
@@ -127,6 +128,7 @@ VARIANTS = {
     "F04": Variant(gate="if (warp == 0) WAIT", fault="F04", rules=SOME_WARPS),
     "F04_thread": Variant(gate="if (tid == 0) WAIT; __syncwarp()", fault="F04", rules=SOME_WARPS),
     "F04_half": Variant(gate="if (warp >= 2 && warp < 4) WAIT", fault="F04", rules=SOME_WARPS),
+    "F04_shuffled": Variant(gate="if (__shfl_sync(~0u, warp, 0) > 1) WAIT", fault="F04", rules=SOME_WARPS),
     "F05": Variant(gate="if (flag) WAIT", fault="F05", rules=SOME_PATHS),
     "F05_synced": Variant(gate="if (flag > 3) WAIT; __syncthreads()", fault="F05", rules=SOME_PATHS),
     "F05_thread": Variant(gate="if (flag) { if (tid == 0) WAIT; __syncthreads(); }", fault="F05", rules=SOME_PATHS),
