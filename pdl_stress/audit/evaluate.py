@@ -148,7 +148,7 @@ class Evaluator:
         opaque = is_load_of_state(instruction)
         stable = self._once or (not opaque and all(source.stable for source in sources))
         scope = joined([source.scope for source in sources]) if sources else Scope.CONSTANT
-        if opaque and not (instruction.base.startswith("LD") and scope in (Scope.CTA, Scope.CONSTANT)):
+        if opaque:  # what one thread read from memory another may read otherwise, at another time
             scope = Scope.UNKNOWN
         if scope is Scope.CONSTANT:
             scope = Scope.CTA

@@ -109,8 +109,12 @@ class Case:
 
 
 def reason(touch: Touch) -> Cause:
-    """The one cause that a finding names. A load that the compiler took out of a loop comes early on every path."""
-    if touch.non_coherent and touch.wait_follows:
+    """The one cause that a finding names.
+
+    What is sure to be followed by a wait comes early, whatever wait was passed by before it; so does a load that the
+    compiler may have taken over a wait.
+    """
+    if touch.wait_follows or (touch.non_coherent and touch.wait_may_follow):
         return Cause.EARLY
     return next((cause for cause in (Cause.PATH, Cause.WARPS, Cause.EARLY) if cause in touch.causes), Cause.EARLY)
 

@@ -73,11 +73,12 @@ class Block:
 
 @dataclass
 class Graph:
-    """The blocks of a kernel; it starts at block 0. notes: what was not understood."""
+    """The blocks of a kernel; it starts at block 0. notes: what was not understood. lost: code may be missing."""
 
     kernel: str
     blocks: list[Block]
     notes: tuple[str, ...]
+    lost: bool = False
 
     @cached_property
     def digraph(self) -> nx.DiGraph[int]:
@@ -157,7 +158,8 @@ class _Builder:
         self._block(((), kernel), 0, ())
         while self.todo:
             self._fill(*self.todo.pop())
-        return Graph(kernel, self.blocks, tuple(dict.fromkeys(self.notes)))
+        lost = any(block.opaque for block in self.blocks)
+        return Graph(kernel, self.blocks, tuple(dict.fromkeys(self.notes)), lost)
 
     def _leaders(self, function: Function) -> set[int]:
         """Offsets at which a block starts."""

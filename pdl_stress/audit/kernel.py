@@ -44,8 +44,9 @@ class Touch:
     causes: frozenset[Cause]
     before: State | None
     after_trigger: bool
+    wait_may_follow: bool = False
     wait_follows: bool = False
-    """A wait can be reached from it."""
+    """A wait can be reached from it; every way from it to an end passes one."""
 
     @property
     def non_coherent(self) -> bool:
@@ -70,7 +71,8 @@ class Mark:
 
 @dataclass
 class Kernel:
-    """What the machine code of a kernel does. notes: what was not understood, in words."""
+    """What the machine code of a kernel does. notes: what was not understood, in words. blind: there may be accesses
+    that were not seen: in a call before the wait that is not followed, or in code that no known branch leads to."""
 
     name: str
     arch: str
@@ -80,6 +82,7 @@ class Kernel:
     triggers: tuple[Mark, ...] = ()
     exits: tuple[Mark, ...] = ()
     notes: tuple[str, ...] = ()
+    blind: bool = False
     order: Order | None = field(default=None, repr=False)
 
     def describe(self, origin: Origin, names: dict[int, str] | None = None) -> str:
@@ -114,6 +117,7 @@ def audit_kernel(name: str, arch: str, functions: dict[str, Function], image: Im
         tuple(_marks(graph, order, TRIGGER)),
         tuple(_exits(graph, order)),
         tuple(notes),
+        graph.lost or bool(order.blind),
         order=order,
     )
 
@@ -149,7 +153,21 @@ def _touches(graph: Graph, values: Values, order: Order, image: Image) -> Iterat
                 min(late, key=str) if late else None,
                 triggers.before(block.index, instruction.offset),
                 block.index in leading,
+                _wait_follows(graph, block, instruction, waits),
             )
+
+
+def _wait_follows(graph: Graph, block: Block, instruction: Instruction, waits: frozenset[int]) -> bool:
+    later = (one for one in block.instructions if one.offset > instruction.offset)
+    if any(one.base == WAIT and not one.guard for one in later):
+        return True
+    after, seen = graph.to_end.get(block.index), {block.index}
+    while after is not None and after not in seen:
+        if after in waits:
+            return any(one.base == WAIT and not one.guard for one in graph.blocks[after].instructions)
+        seen.add(after)
+        after = graph.to_end.get(after)
+    return False
 
 
 class _Triggers:

@@ -50,6 +50,8 @@ class Order:
     exits: dict[int, set[State]] = field(default_factory=dict)
     before: dict[tuple[int, State], tuple[int, State] | None] = field(default_factory=dict)
     overflowed: bool = False
+    blind: set[int] = field(default_factory=set)
+    """Blocks that end in what is not followed, come to by a thread that has not waited."""
 
     def __post_init__(self) -> None:
         self.ways = Ways(self.graph, self.values)
@@ -75,7 +77,7 @@ class Order:
     # --- one round ----------------------------------------------------------------------------------------------------
 
     def _round(self) -> dict[Site, set[State]]:
-        self.at, self.exits, self.before = defaultdict(set), defaultdict(set), {}
+        self.at, self.exits, self.before, self.blind = defaultdict(set), defaultdict(set), {}, set()
         reached: dict[int, set[State]] = {0: {State()}}
         self.before[0, State()] = None
         todo = [(0, State())]
@@ -106,6 +108,8 @@ class Order:
                     continue
                 changed = replace(state, facts=facts)
                 if state.status is Status.NOT:
+                    if way.edge.opaque:
+                        self.blind.add(block.index)
                     if way.skips:
                         changed = replace(changed, cause=_cause(case))
                     if lost:
@@ -155,7 +159,10 @@ class Order:
             return behind_warp(state, self._arrivals.get(site, ()))
         if point.kind in ("barrier", "cluster"):
             here, elsewhere = self._meeting(point, site)
-            return [state.but(behind_barrier(state, here, elsewhere))]
+            status = behind_barrier(state, here, elsewhere)
+            if status is Status.BEHIND and point.kind == "barrier" and point.key is None and not state.status.ordered:
+                status = Status.UNKNOWN  # threads that meet here may be at barriers of different numbers
+            return [state.but(status)]
         if point.kind == "mbarrier":
             arriving = [other for place in self._arriving_on(point.key) for other in self._arrivals.get(place, ())]
             return [state.but(behind_mbarrier(state, arriving, point.phase))]
@@ -174,12 +181,16 @@ class Order:
         others: list[State] = []
         for place, other in self._sites("barrier", "barrier arrive"):
             same = point.key is None or other.key is None or point.key == other.key
-            if place[0] != site[0] and same and not self._in_turn(place[0], site[0]):
+            if place != site and same and not self._in_turn(place, other, site, point):
                 others += self._arrivals.get(place, ())
         return self._arrivals.get(site, set()), others
 
-    def _in_turn(self, a: int, b: int) -> bool:
-        return self.graph.dominates(a, b) or self.graph.dominates(b, a)
+    def _in_turn(self, a: Site, at_a: _Point, b: Site, at_b: _Point) -> bool:
+        """Whether every thread at one of the two barriers has passed the other before."""
+        if a[0] == b[0]:
+            return (at_a if a[1] < b[1] else at_b).test is None
+        first_a = at_a.test is None and self.graph.dominates(a[0], b[0])
+        return first_a or (at_b.test is None and self.graph.dominates(b[0], a[0]))
 
     # --- points -------------------------------------------------------------------------------------------------------
 

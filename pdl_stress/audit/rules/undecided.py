@@ -14,9 +14,11 @@ def check(case: Case) -> Iterator[Finding]:
     if not case.kernel.waits:
         return
     touches = [t for t in case.kernel.touches if t.when is When.UNKNOWN and not case.allowed(t)]
+    why = f" ({'; '.join(case.kernel.notes[:3])})" if case.kernel.notes else ""
+    if case.kernel.blind:
+        yield about_kernel(case, ID, f"there may be accesses that were not seen{why}", Severity.UNKNOWN, (), "not seen")
     if touches:
         operands = ", ".join(sorted({case.operand(touch.origin) for touch in touches}))
-        why = f" ({'; '.join(case.kernel.notes[:3])})" if case.kernel.notes else ""
         yield about_kernel(
             case, ID, f"not decided whether {operands} may be touched before the wait{why}", Severity.UNKNOWN, touches
         )
