@@ -68,6 +68,33 @@ def test_a_store_by_threads_that_do_not_wait_is_found_beside_a_barrier_of_two_pl
     assert {finding.subject for finding in early} == {"parameter 2"}
 
 
+TENSORS = """
+extern "C" __global__ void k(float* y, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
+                             const __grid_constant__ TensorMap c, const char* d) {
+    __shared__ alignas(128) float s[1024];
+    s[threadIdx.x] = 1;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %1}], [%2];"
+                     ::"l"(&a), "r"(0), "r"(sh(s)) : "memory");
+        asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%1, %1}], [%2];"
+                     ::"l"(&b), "r"(0), "r"(sh(s)) : "memory");
+        asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %1}];" ::"l"(&c), "r"(0) : "memory");
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 256;" ::"l"(y), "r"(sh(s)) : "memory");
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], 256;" ::"l"(d) : "memory");
+    }
+    WAIT;
+}
+"""
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_each_bulk_access_names_its_operand_and_prefetches_are_none(audit_source, arch):
+    kernel = audit_source(TENSORS, arch)
+    found = {(f.rule, f.subject) for f in kernel.findings if f.severity is Severity.ERROR}
+    assert found == {("async-before-wait", f"parameter {number}") for number in (0, 1, 2)}
+
+
 CALLED = """
 typedef float (*Function)(const float*, int);
 extern "C" __global__ void k(Function f, const float* x, float* y) {{ {} }}
