@@ -49,7 +49,6 @@ _ACCESSES: dict[str, tuple[Access, Proxy, int]] = {
     "REDG": (Access.UPDATE, Proxy.GLOBAL, 0),
     "LDGSTS": (Access.READ, Proxy.GLOBAL, 1),
     "LDGMC": (Access.READ, Proxy.GLOBAL, 0),
-    "STAS": (Access.WRITE, Proxy.GENERIC, 0),
     "UTMALDG": (Access.READ, Proxy.ASYNC, 1),
     "UTMASTG": (Access.WRITE, Proxy.ASYNC, 1),
     "UTMAREDG": (Access.UPDATE, Proxy.ASYNC, 1),
@@ -64,9 +63,25 @@ _ACCESSES: dict[str, tuple[Access, Proxy, int]] = {
 }
 
 _NO_DATA = {"CCTL", "CCTLL", "CCTLT", "UTMACCTL", "UTMAPF", "UBLKPF", "CCTLP", "PREFETCH"}
-_PURE_SHARED = {"LDS", "LDSM", "STS", "STSM", "ATOMS", "LDL", "STL"}
+_PURE_SHARED = {"LDS", "LDSM", "STS", "STSM", "STAS", "ATOMS", "LDL", "STL"}
 _NO_RESULT = {
-    *("ST", "STG", "STS", "STL", "STSM", "RED", "REDG", "LDGSTS", "BAR", "BRA", "EXIT", "BSSY", "BSYNC", "WARPSYNC"),
+    *(
+        "ST",
+        "STG",
+        "STS",
+        "STL",
+        "STSM",
+        "STAS",
+        "RED",
+        "REDG",
+        "LDGSTS",
+        "BAR",
+        "BRA",
+        "EXIT",
+        "BSSY",
+        "BSYNC",
+        "WARPSYNC",
+    ),
     *("UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP", "UBLKRED", "UBLKPF", "UTMACCTL", "UTMAPF", "CCTL", "MEMBAR"),
     *("BRX", "BRXU", "JMP", "JMX", "JMXU", "BREAK", "SETMAXREG", "USETMAXREG", "UTCBAR", "ARRIVES", "PMTRIG", "BPT"),
     *("NOP", "RET", "CALL", "DEPBAR", "ERRBAR", "FENCE", "NANOSLEEP", WAIT, TRIGGER),
