@@ -44,7 +44,7 @@ def parse(text: str) -> Operand:
         parts = set(suffix.split(".")) - {"reuse", "64", "U32", "S32", ""}
         return Operand("register", stem, negative, changed=changed or bool(parts), text=text)
     if _NUMBER.fullmatch(text):
-        return Operand("number", value=int(text, 0), text=text)
+        return Operand("number", value=_integer(text), text=text)
     if match := _CELL.match(bare):
         return Operand("cell", negative=negative, bank=int(match[1], 16), value=int(match[2], 16), changed=changed)
     if match := re.match(r"c\[(0x[0-9a-f]+)\]\[U?RZ\]", bare):
@@ -76,8 +76,12 @@ def address(text: str) -> Address:
             if stem not in ("RZ", "URZ"):
                 registers.append(stem)
         elif _NUMBER.fullmatch(part):
-            constant += int(part, 0)
+            constant += _integer(part)
     return Address(tuple(registers), constant, text.startswith("desc["))
+
+
+def _integer(text: str) -> int:
+    return int(text, 16 if "x" in text else 10)
 
 
 def is_zero(operand: Operand) -> bool:
