@@ -86,6 +86,10 @@ class Case:
     def operand(self, origin: Origin) -> str:
         return self.kernel.describe(origin, self.names)
 
+    def subject(self, touch: Touch) -> str:
+        """What an access touches; several operands where its address may be from any of them."""
+        return " or ".join(dict.fromkeys(self.operand(origin) for origin in touch.origins[:3]))
+
     def allowed(self, touch: Touch) -> bool:
         """Whether the contract lets it be made before the wait."""
         if self.declared is None:
@@ -145,7 +149,7 @@ def by_operand(
     """One finding for each operand; `{operand}` in the message stands for it."""
     groups: dict[str, list[Touch]] = {}
     for touch in touches:
-        groups.setdefault(case.operand(touch.origin), []).append(touch)
+        groups.setdefault(case.subject(touch), []).append(touch)
     for operand, group in groups.items():
         first = group[0]
         yield Finding(

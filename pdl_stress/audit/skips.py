@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pdl_stress.audit.conditions import Case, Literal, cases
 from pdl_stress.audit.expressions import Expression
 from pdl_stress.audit.graph import EXIT, Block, Edge, Graph
-from pdl_stress.audit.opcodes import WAIT, never
+from pdl_stress.audit.listing import Instruction
+from pdl_stress.audit.opcodes import CLUSTER_WAIT, WAIT, never
 from pdl_stress.audit.values import Values
 
 
@@ -35,9 +36,11 @@ class Ways:
         self._subjects: set[Expression] = set()
         self._leaves: set[Expression] = set()
         self._tests: dict[tuple[int, int], Expression] = {}
-        skipping = self._skipping()
+        skipping = self._skipping(self.waiting)
         self._of: dict[int, tuple[Way, ...]] = {}
-        self._learn(skipping)
+        if self.waiting:  # what decides about a barrier decides about who is ordered behind a wait
+            meeting = frozenset(block.index for block, ins in graph.instructions() if _orders(ins))
+            self._learn(skipping | self._skipping(meeting), self.waiting | meeting)
         for block in graph.blocks:
             self._of[block.index] = tuple(
                 self._way(block, index, edge, (block.index, index) in skipping)
@@ -62,14 +65,14 @@ class Ways:
             self._tests[key] = self.values.test(block.edges[index].tests, registers)
         return self._tests[key]
 
-    def _skipping(self) -> set[tuple[int, int]]:
-        """The edges, by block and number, that go around a wait to which another edge of the block leads."""
+    def _skipping(self, wanted: frozenset[int]) -> set[tuple[int, int]]:
+        """The edges, by block and number, that go around a wanted block to which another edge of the block leads."""
         found: set[tuple[int, int]] = set()
-        if not self.waiting:
+        if not wanted:
             return found
         reversed_graph = self.graph.digraph.reverse(copy=False)
-        before: set[int] = set(self.waiting)
-        todo = list(self.waiting)
+        before: set[int] = set(wanted)
+        todo = list(wanted)
         while todo:
             for block in reversed_graph.successors(todo.pop()):
                 if block not in before:
@@ -79,13 +82,13 @@ class Ways:
             if len({edge.target for edge in block.edges}) + (block.exits is not None) < 2 or block.index not in before:
                 continue
             join = self.graph.to_end.get(block.index, EXIT)
-            leads = [bool(self.graph.reaches({edge.target}, join) & self.waiting) for edge in block.edges]
+            leads = [bool(self.graph.reaches({edge.target}, join) & wanted) for edge in block.edges]
             if any(leads):
                 found |= {(block.index, index) for index, does in enumerate(leads) if not does}
         return found
 
-    def _learn(self, skipping: set[tuple[int, int]]) -> None:
-        """The subjects of conditions that decide about waiting."""
+    def _learn(self, skipping: set[tuple[int, int]], ordering: frozenset[int]) -> None:
+        """The subjects of conditions that decide about waiting, and about barriers."""
         tests = []
         for index in {block for block, _ in skipping}:
             block = self.graph.blocks[index]
@@ -93,9 +96,9 @@ class Ways:
                 if (subject := self._selector(block, edge)) is not None:
                     self._subjects.add(subject)
             tests += [self._test(block, number) for number in range(len(block.edges))]
-        for index in self.waiting:
+        for index in ordering:
             for instruction, registers in self.values.walk(self.graph.blocks[index]):
-                if instruction.base == WAIT and instruction.guard and not never(instruction):
+                if _orders(instruction) and instruction.guard:
                     tests.append(self.values.test((instruction.guard,), registers))
         for test in tests:
             for holds in (True, False):
@@ -127,6 +130,11 @@ class Ways:
             return Way(edge, ((),), skips, skips)
         test = self._test(block, index)
         return Way(edge, self._kept(test, edge.taken), skips, not test.stable)
+
+
+def _orders(instruction: Instruction) -> bool:
+    """Whether it is a wait or a barrier of the CTA."""
+    return instruction.base in (WAIT, "BAR", CLUSTER_WAIT) and not never(instruction)
 
 
 def _thread_leaves(expression: Expression) -> set[Expression]:

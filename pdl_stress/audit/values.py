@@ -89,13 +89,15 @@ class Values:
             return
         once = block.index not in self.graph.cyclic
         node = (block.index, instruction.offset)
-        results = self._evaluator.results(instruction, node, once, lambda name: self._read(name, registers))
-        if instruction.guard and results:
+        if instruction.guard:
             guard = self._operand(instruction.guard, registers).expression
+            results = self._evaluator.results(
+                instruction, node, once, lambda name: self.under(self._read(name, registers), guard)
+            )
             for name, value in results.items():
                 registers[name] = self._guarded(guard, value, registers.get(name), f"{name}@{node}", once)
         else:
-            registers.update(results)
+            registers.update(self._evaluator.results(instruction, node, once, lambda name: self._read(name, registers)))
 
     def _guarded(self, guard: Expression, new: Value, old: Value | None, place: str, once: bool) -> Value:
         if old is None or guard.op == "true":

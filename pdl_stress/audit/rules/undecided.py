@@ -18,7 +18,7 @@ def check(case: Case) -> Iterator[Finding]:
     if case.kernel.blind:
         yield about_kernel(case, ID, f"there may be accesses that were not seen{why}", Severity.UNKNOWN, (), "not seen")
     if touches:
-        operands = ", ".join(sorted({case.operand(touch.origin) for touch in touches}))
+        operands = ", ".join(sorted({case.subject(touch) for touch in touches}))
         yield about_kernel(
             case, ID, f"not decided whether {operands} may be touched before the wait{why}", Severity.UNKNOWN, touches
         )
