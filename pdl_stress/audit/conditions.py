@@ -49,6 +49,11 @@ class Conditions:
     def less(self, a: Expression, b: Expression, signed: bool) -> Expression:
         if a.number is not None and b.number is not None:
             return self.literal(_signed(a.number) < _signed(b.number) if signed else a.number < b.number)
+        if a.number is not None and a.number != (0x7FFFFFFF if signed else 0xFFFFFFFF):
+            # One form for one thing: 3 < x is what x < 4 is not.
+            return self.negated(self.less(b, self.made.number(a.number + 1), signed))
+        if not signed and b.number == 1:
+            return self.equal(a, self.made.number(0))
         return self.made.make("less" if signed else "below", a, b)
 
     def compared(self, how: str, a: Expression, b: Expression, signed: bool) -> Expression:
@@ -288,8 +293,10 @@ def _within(subject: Expression, known: dict[Expression, Literal]) -> tuple[int,
             low, high = max(low, inner[0][0] >> by), min(high, inner[0][1] >> by)
         elif subject.op == "add":
             low, high = max(low, sum(a for a, _ in inner)), min(high, sum(b for _, b in inner))
-        elif (mask := parts[-1].number) is not None and inner[0][0] == inner[0][1] >= 0:
-            low = high = inner[0][0] & mask
+        elif (mask := parts[-1].number) is not None and inner[0][0] >= 0:
+            if inner[0][0] == inner[0][1]:
+                low = high = inner[0][0] & mask
+            high = min(high, inner[0][1])
     if mine is not None and mine.ranged:
         low, high = max(low, mine.low), min(high, mine.high)
     return low, high

@@ -172,6 +172,8 @@ def _width(instruction: Instruction) -> int:
         return 4
     if base == "CS2R":
         return 1 if "32" in parts else 2
+    if base in ("SHF", "USHF"):  # its type is that of the pair that it shifts
+        return 1
     wide = base[0] == "D" or base in ("FADD2", "FMUL2", "FFMA2")
     return 2 if wide or any("64" in part or part == "WIDE" for part in parts) or "2" in parts else 1
 

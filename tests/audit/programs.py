@@ -11,15 +11,16 @@ import random
 from dataclasses import dataclass, field
 
 STORES = 6
-WARPS = range(8)
+WARPS = range(32)  # the most that a CTA has: a role that the code tells apart is taken to be held by some thread
 OF_WARPS = {
     "tid < 32": lambda warp: warp == 0,
     "tid / 32 == 2": lambda warp: warp == 2,
     "tid >= 64": lambda warp: warp >= 2,
     "warp >= 4": lambda warp: warp >= 4,
-    "tid / 128 == 1": lambda warp: warp >= 4,
+    "tid / 128 == 1": lambda warp: warp // 4 == 1,
     "warp == 7": lambda warp: warp == 7,
-    "(tid & 0xe0) == 96": lambda warp: warp == 3,
+    "(tid & 0xe0) == 96": lambda warp: warp % 8 == 3,
+    "(tid & 0x3e0) == 160": lambda warp: warp == 5,
 }
 OF_CTAS = {
     "flag": lambda cta: cta.flag,
@@ -54,7 +55,10 @@ def program(seed: int) -> Program:
     chance = random.Random(seed)
     stores = iter(range(STORES))
     tree = _block(chance, stores, depth=0, together=True)
-    tree.insert(chance.randrange(len(tree) + 1), ("if", chance.choice(["", *OF_WARPS, *OF_CTAS]), [("wait",)], []))
+    test = chance.choice([""] * 6 + [*OF_WARPS, *OF_CTAS])
+    tree.insert(chance.randint(0, len(tree) // 2), ("if", test, [("wait",)], []))
+    if chance.random() < 0.5:
+        tree.insert(chance.randint(1, len(tree)), ("sync",))
     found = Program("\n".join(_lines(tree)))
     for cta in CTAS:
         ordered = dict.fromkeys(WARPS, False)
