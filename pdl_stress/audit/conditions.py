@@ -6,6 +6,7 @@ ranges of expressions, values that they do not have, and truths. Only stable exp
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from pdl_stress.audit.expressions import Expression, Expressions, Scope
@@ -282,6 +283,15 @@ def _words(literal: Literal) -> str:
     return f"{literal.low} <= {literal.subject} <= {literal.high}"
 
 
+@functools.lru_cache(maxsize=4096)
+def _masked(low: int, high: int, mask: int) -> tuple[int, int]:
+    """The least and the greatest of what a mask makes of the numbers of a range."""
+    if high - low > _THREADS:
+        return 0, high
+    values = [number & mask for number in range(low, high + 1)]
+    return (min(values), max(values)) if values else (0, high)
+
+
 def _within(subject: Expression, known: dict[Expression, Literal]) -> tuple[int, int]:
     """The range of an expression by what is known of the expressions that it is computed from."""
     mine = known.get(subject)
@@ -294,9 +304,8 @@ def _within(subject: Expression, known: dict[Expression, Literal]) -> tuple[int,
         elif subject.op == "add":
             low, high = max(low, sum(a for a, _ in inner)), min(high, sum(b for _, b in inner))
         elif (mask := parts[-1].number) is not None and inner[0][0] >= 0:
-            if inner[0][0] == inner[0][1]:
-                low = high = inner[0][0] & mask
-            high = min(high, inner[0][1])
+            least, most = _masked(*inner[0], mask)
+            low, high = max(low, least), min(high, most)
     if mine is not None and mine.ranged:
         low, high = max(low, mine.low), min(high, mine.high)
     return low, high

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from pdl_stress.audit.conditions import Case, Literal, cases
 from pdl_stress.audit.expressions import Expression
 from pdl_stress.audit.graph import EXIT, Block, Edge, Graph
 from pdl_stress.audit.listing import Instruction
 from pdl_stress.audit.opcodes import CLUSTER_WAIT, WAIT, never
-from pdl_stress.audit.values import Values
+from pdl_stress.audit.values import Registers, Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,23 @@ class Ways:
         return tuple(dict.fromkeys(tuple(one for one in case if self._follows(one.subject)) for case in found))
 
     def _way(self, block: Block, index: int, edge: Edge, skips: bool) -> Way:
+        """The edge, with what a flag that was set on the way to a join is known to be."""
+        way = self._bare_way(block, index, edge, skips)
+        flags = tuple(self._flags(block, edge.target))
+        return replace(way, cases=tuple((*case, *flags) for case in way.cases)) if flags else way
+
+    def _flags(self, block: Block, target: int) -> Iterator[Literal]:
+        registers: Registers | None = None
+        for subject in self._subjects:
+            place = self.values.joins.get(subject)
+            if place is not None and place[0] == target and subject.stable:
+                registers = self.values.at_end(block) if registers is None else registers
+                value = registers.get(place[1])
+                if value is not None and value.expression.op in ("true", "false"):
+                    holds = int(value.expression.op == "true")
+                    yield Literal(subject, holds, holds, ranged=False)
+
+    def _bare_way(self, block: Block, index: int, edge: Edge, skips: bool) -> Way:
         if (subject := self._selector(block, edge)) is not None and edge.select is not None:
             case = (Literal(subject, edge.select[1], edge.select[1]),) if self._follows(subject) else ()
             return Way(edge, (case,), skips, not subject.stable)

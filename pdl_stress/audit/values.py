@@ -30,6 +30,8 @@ class Values:
     image: Image
     made: Expressions = field(default_factory=Expressions)
     entry: dict[int, Registers] = field(default_factory=dict)
+    joins: dict[Expression, tuple[int, str]] = field(default_factory=dict)
+    """Names of what was joined, with the block and the register where."""
 
     def __post_init__(self) -> None:
         self.conditions = Conditions(self.made)
@@ -145,6 +147,7 @@ class Values:
             else:
                 stable = target not in self.graph.cyclic
                 name_here = self.made.make("name", f"{name} into {target}", scope=Scope.UNKNOWN, stable=stable)
+                self.joins[name_here] = (target, name)
                 merged = Value(name_here, origins)
             if old is None or merged.expression is not old.expression or merged.origins != old.origins:
                 before[name] = merged
