@@ -1,5 +1,5 @@
-"""The command line: ``pdl-stress run``, ``list``, ``doctor``. Exit codes: PASS and ORDERED 0, FAIL 1, usage 2, ERROR 3,
-INCONCLUSIVE 4."""
+"""The command line: ``pdl-stress run``, ``audit``, ``list``, ``doctor``. Exit codes: PASS and ORDERED 0,
+FAIL 1, usage 2, ERROR 3, INCONCLUSIVE 4."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -367,6 +368,58 @@ def show(
         except OSError as error:
             raise UsageError(f"--svg {str(svg)!r} cannot be written: {error.strerror}.") from error
     raise typer.Exit(result.verdict.exit_code)
+
+
+@app.command()
+def audit(
+    paths: Annotated[
+        list[Path] | None, typer.Argument(metavar="[PATH]...", help="Cubins, libraries, PTX, or folders of them.")
+    ] = None,
+    package: Annotated[list[str] | None, typer.Option(help="An installed Python package, by import name.")] = None,
+    native: Annotated[bool, typer.Option("--native", help="The native kernels, against their contracts.")] = False,
+    arch: Annotated[str | None, typer.Option(help="Only this architecture, such as sm_90a; default: all.")] = None,
+    contracts: Annotated[Path | None, typer.Option(help="Declared contracts; --derive prints a file of them.")] = None,
+    launches: Annotated[
+        Path | None, typer.Option(help='JSON: {"kernel": true} where it is launched with the PDL attribute.')
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Every kernel is launched with the attribute, every operand dependent.")
+    ] = False,
+    format_: Annotated[str, typer.Option("--format", help="table, json or sarif.")] = "table",
+    out: Annotated[Path | None, typer.Option(help="Write there instead of to standard output.")] = None,
+    baseline: Annotated[Path | None, typer.Option(help="Leave out what this earlier JSON report has.")] = None,
+    explain: Annotated[str, typer.Option(metavar="KERNEL", help="Show the paths that break a rule.")] = "",
+    derive: Annotated[bool, typer.Option("--derive", help="Print the contracts of the machine code.")] = False,
+    notes: Annotated[bool, typer.Option("--notes", help="Show notes too.")] = False,
+    jobs: Annotated[int, typer.Option(help="Processes; each holds one cubin.")] = 1,
+) -> None:
+    """Check machine code (SASS) against the rules of PDL, on a CPU."""
+    from .audit.command import Options, run
+
+    known, named = None, list(paths or [])
+    with tempfile.TemporaryDirectory() as folder:
+        if native:
+            from .catalog import audited
+
+            known = audited.CONTRACTS
+            named += audited.write_cubins(Path(folder), arch)
+        options = Options(
+            named,
+            package or [],
+            arch,
+            contracts,
+            launches,
+            strict,
+            format_,
+            out,
+            baseline,
+            explain,
+            derive,
+            notes,
+            jobs,
+        )
+        code = run(options, console, known)
+    raise typer.Exit(code)
 
 
 @app.command("list")

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = sorted(p for folder in ("pdl_stress", "fusions") for p in (ROOT / folder).rglob("*.py"))
 CPU_ONLY = (
     *("model", "statistics", "verdict", "outcome", "results", "report", "buffers", "chain", "contract", "op", "faults"),
-    *("errors", "jobs", "plan", "collect", "record", "sass"),
+    *("errors", "jobs", "plan", "collect", "record", "sass", "audit"),
 )
 
 
