@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 _REQUIRE_GPU = "--require-gpu"
+_SLOW = "--slow"
 _UNFIT = pytest.StashKey[str]()
 
 
@@ -18,6 +19,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail at once, instead of skipping, if tests marked gpu cannot run on this machine",
     )
+    parser.addoption(_SLOW, action="store_true", help="run the tests marked slow too: whole corpora of kernels")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("slow") is not None and not item.config.getoption(_SLOW):
+        pytest.skip(f"slow: run it with {_SLOW}")
 
 
 # trylast: after -m and -k have deselected, so that a gpu test that will not run does not wake the driver.

@@ -1,4 +1,4 @@
-"""The command line: ``pdl-stress run``, ``audit``, ``list``, ``doctor``. Exit codes: PASS and ORDERED 0,
+"""The command line: ``pdl-stress run``, ``check``, ``audit``, ``list``, ``doctor``. Exit codes: PASS and ORDERED 0,
 FAIL 1, usage 2, ERROR 3, INCONCLUSIVE 4."""
 
 from __future__ import annotations

@@ -79,3 +79,11 @@ def test_a_gate_that_requires_a_gpu_fails_if_nothing_would_use_it(project: pytes
     machine(project, "USABLE", "a fine device")
     result = project.runpytest_subprocess("--require-gpu", "-m", "not gpu")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
+
+
+@pytest.mark.parametrize(("option", "outcome"), [([], {"skipped": 1}), (["--slow"], {"passed": 1})])
+def test_slow_tests_run_if_they_are_asked_for(project: pytest.Pytester, option: list[str], outcome: object) -> None:
+    project.makeini("[pytest]\npythonpath = .\nmarkers =\n  gpu: needs a GPU\n  slow: takes long\n")
+    project.makepyfile(test_long="import pytest\n@pytest.mark.slow\ndef test_all(): pass\n")
+    result = project.runpytest_subprocess("test_long.py", *option)
+    result.assert_outcomes(**outcome)  # type: ignore[arg-type]

@@ -45,7 +45,6 @@ def test_deployed_kernels_and_single_faults_hold_what_they_say(kernel, arch):
         )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kernel", native.KERNELS)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_variant_holds_what_it_says(kernel, arch):
@@ -53,7 +52,6 @@ def test_every_variant_holds_what_it_says(kernel, arch):
         machine_code.verify(kernel, behaviour, arch)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kernel", native.KERNELS)
 def test_delay_and_stamps_change_no_order(kernel):
     for behaviour in variants(kernel, fences=(False,), extras=(True,)):
