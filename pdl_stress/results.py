@@ -186,6 +186,8 @@ class ContractResult:
     operands: list[OperandResult] = field(default_factory=list)
     modelled: str = ""
     """What the rules say of its orders: ``ordered``, or which of them nothing promises."""
+    audited: str = ""
+    """What the static audit of its machine code says."""
     waits: int | None = None
     triggers: int | None = None
 

@@ -44,7 +44,7 @@ def _declared(operand: OperandResult) -> str:
 def agreement_table(case: CaseResult) -> Table:
     """One row per kernel: do the ways of checking it agree?"""
     table = Table(title=escape(f"{case.chain}: do the checks agree?"), title_justify="left", title_style="bold")
-    for column in ("kernel", "declared", "modelled", "machine code", "probed", "broken twins", "stressed"):
+    for column in ("kernel", "declared", "modelled", "audited", "probed", "broken twins", "stressed"):
         table.add_column(column, overflow="fold")
     for contract in case.contracts:
         table.add_row(*map(escape, agreement(case, contract)))
@@ -52,7 +52,7 @@ def agreement_table(case: CaseResult) -> Table:
 
 
 def agreement(case: CaseResult, contract: ContractResult) -> tuple[str, ...]:
-    """The cells of one row: kernel, declared, modelled, machine code, probed, broken twins, stressed."""
+    """The cells of one row: kernel, declared, modelled, audited, probed, broken twins, stressed."""
     step = contract.step
     declared = [o for o in contract.operands if o.declared]
     against = [o.buffer for o in declared if o.declared == "dependent" and o.measured == BEFORE]
@@ -61,12 +61,11 @@ def agreement(case: CaseResult, contract: ContractResult) -> tuple[str, ...]:
     caught = sum(c.verdict == "caught" for c in twins)
     arms = [arm for arm in case.arms if arm.name.endswith(f" {step}")]
     bad = sum(arm.mismatches > 0 for arm in arms)
-    counts = ["?" if n is None else str(n) for n in (contract.waits, contract.triggers)]
     return (
         step,
         "no contract" if not declared else f"broken: {', '.join(against)}" if against else "holds",
         contract.modelled or "-",
-        f"{counts[0]} waits, {counts[1]} triggers",
+        contract.audited or "-",
         f"early: {', '.join(early)}" if early else "all after the wait",
         f"{caught} of {len(twins)} caught" if twins else "none",
         f"{bad} of {len(arms)} arms differ" if bad else f"{len(arms)} arms clean" if arms else "not under test",

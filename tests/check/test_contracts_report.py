@@ -24,6 +24,7 @@ def case() -> CaseResult:
             OperandResult("out[0]", "written", AFTER, lag_us=5.4),
         ],
         "ordered",
+        "all 3 accesses after the wait",
         waits=1,
         triggers=2,
     )
@@ -56,15 +57,15 @@ def test_a_declared_contract_that_does_not_hold_is_marked() -> None:
 def test_one_row_per_kernel() -> None:
     found = case()
     assert agreement(found, found.contracts[0]) == (
-        "gemm", "holds", "ordered", "1 waits, 2 triggers", "early: weight", "1 of 1 caught", "1 arms clean",
+        "gemm", "holds", "ordered", "all 3 accesses after the wait", "early: weight", "1 of 1 caught", "1 arms clean",
     )  # fmt: skip
     found.arms[0].mismatches = 3
     found.controls[0].verdict = "missed"
     for operand in found.contracts[0].operands:
         operand.declared, operand.measured = "", AFTER
-    found.contracts[0].waits, found.contracts[0].modelled = None, ""
+    found.contracts[0].audited, found.contracts[0].modelled = "", ""
     assert agreement(found, found.contracts[0]) == (
-        "gemm", "no contract", "-", "? waits, 2 triggers", "all after the wait", "0 of 1 caught", "1 of 1 arms differ",
+        "gemm", "no contract", "-", "-", "all after the wait", "0 of 1 caught", "1 of 1 arms differ",
     )  # fmt: skip
     assert agreement(CaseResult("a", "", [], "cuda"), ContractResult("k"))[5:] == ("none", "not under test")
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ...audit.single import in_words
 from ...chain import Patch
 from ...errors import PdlStressError
 from ...faults import RELOADED
@@ -25,7 +26,7 @@ from ...sass.finder import CodeFinder
 from ...statistics import MIN_KILLS, upper_bound
 from ...subjects import CheckPlan, Subject
 from .. import graphs
-from ..census import describe
+from ..census import architecture, describe
 from ..compiled import compiled_here
 from ..kernels import COUNTERS
 from ..surgery import Surgeon
@@ -75,6 +76,7 @@ class Checker:
         self.subject, self.plan, self._keep = subject, plan, keep
         self._faults: list[tuple[int, Hazard]] = []
         self._orders: list[Order] = []
+        self._audited: dict[str, str] = {}
         self.case = CaseResult(
             subject.name, "as captured", [], "cuda", requested_replays=plan.replays, pool=POOL,
             exposure="an early-release stand-in in front of the reader, whose waits were removed",
@@ -134,6 +136,9 @@ class Checker:
             early = shot.kinds[index] == graphs.PROGRAMMATIC
             node = describe(shot.order[index], [shot.kinds[index]], finder if early else None, shot.labels[index])
             case.nodes.append(node)
+            if early and node.waits is not None:
+                found = finder.find(node.symbol, architecture())
+                self._audited[node.step] = in_words(found.code, node.symbol)
         case.kernels = list(dict.fromkeys(node.name for node in case.nodes if node.kind == "kernel"))
         if not self._overlapping():
             raise NotCheckable(
@@ -186,7 +191,7 @@ class Checker:
     def _probe(self, index: int, delays: dict[int, float]) -> None:
         shot, case = self.shot, self.case
         label, node = shot.labels[index], case.nodes[index - 1]
-        contract = ContractResult(label, waits=node.waits, triggers=node.triggers)
+        contract = ContractResult(label, audited=self._audited.get(label, ""), waits=node.waits, triggers=node.triggers)
         case.contracts.append(contract)
         hazards = self._hazards(index)
         edge = EdgeResult(shot.labels[index - 1], label, graphs.PROGRAMMATIC)
