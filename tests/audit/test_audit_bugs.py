@@ -75,10 +75,10 @@ HOISTED = """
 extern "C" __global__ void sum(const float* {restrict} x, float* y, int n) {{
     float total = 0;
     for (int i = 0; i < n; ++i) {{
-        asm volatile("griddepcontrol.wait;");
+        asm volatile("griddepcontrol.wait;"{clobber});
         total += x[threadIdx.x] * i;
     }}
-    asm volatile("griddepcontrol.wait;");
+    asm volatile("griddepcontrol.wait;"{clobber});
     y[threadIdx.x] = total;
     TRIGGER;
 }}
@@ -121,6 +121,8 @@ def test_a_loader_of_scale_factors_that_does_not_wait(audit_source, arch):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_load_that_the_compiler_took_over_the_wait(audit_source, arch):
-    before = audit_source(HOISTED.format(restrict="__restrict__"), arch)
+    before = audit_source(HOISTED.format(restrict="__restrict__", clobber=""), arch)
     assert rules(before) == {"hoisted-read"}
     assert subjects(before, "hoisted-read") == {"parameter 0"}
+    after = audit_source(HOISTED.format(restrict="", clobber=' ::: "memory"'), arch)
+    assert rules(after) == set()
