@@ -36,13 +36,14 @@ class TorchStream:
 
 
 @cache
-def _module(device_index: int) -> Any:
+def harness_code(device_index: int, file: str) -> Any:
+    """Kernels of the harness: a file of ``csrc``, compiled for a device, kept for the life of the process."""
     from cuda.core import Device, Program, ProgramOptions
 
     device = Device(device_index)
     device.set_current()
     major, minor = device.compute_capability
-    source = files("pdl_stress.cuda").joinpath("csrc/harness.cu").read_text()
+    source = files("pdl_stress.cuda").joinpath(f"csrc/{file}").read_text()
     try:
         program = Program(source, "c++", ProgramOptions(std="c++17", arch=f"sm_{major}{minor}"))
         return program.compile("cubin")
@@ -56,7 +57,7 @@ class Harness:
     def __init__(self, torch_stream: Any, device_index: int) -> None:
         from cuda.core import Device
 
-        self.module = _module(device_index)
+        self.module = harness_code(device_index, "harness.cu")
         self._source = self.module.get_kernel("pdl_stress_source")
         self._boundary = self.module.get_kernel("pdl_stress_boundary")
         self._stream = Device(device_index).create_stream(TorchStream(torch_stream))

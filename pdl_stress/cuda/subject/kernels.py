@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
-from ...errors import DeviceError
 from ..calls import checked
+from ..kernels import harness_code
 
 BLOCK = 512
 COPY_CTAS, GRADE_CTAS, WATCH_CTAS = 16, 264, 16
@@ -51,26 +50,10 @@ class Launch:
 
 
 @cache
-def module(device_index: int) -> Any:
-    """The compiled kernels; kept for the life of the process."""
-    from cuda.core import Device, Program, ProgramOptions
-
-    device = Device(device_index)
-    device.set_current()
-    major, minor = device.compute_capability
-    source = files("pdl_stress.cuda").joinpath("csrc/subject.cu").read_text()
-    try:
-        program = Program(source, "c++", ProgramOptions(std="c++17", arch=f"sm_{major}{minor}"))
-        return program.compile("cubin")
-    except Exception as error:
-        raise DeviceError(f"NVRTC could not compile the harness kernels for sm_{major}{minor}: {error}") from error
-
-
-@cache
 def _handle(device_index: int, name: str) -> Any:
     from cuda.bindings import driver
 
-    return driver.CUkernel(int(module(device_index).get_kernel(name).handle))
+    return driver.CUkernel(int(harness_code(device_index, "subject.cu").get_kernel(name).handle))
 
 
 _P, _U32, _U64, _I32 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int
